@@ -95,7 +95,7 @@ class StateDictError(TopKError, ValueError):
 
 
 class NotAttachedError(TopKError, LookupError):
-    """A compressor has no optimizer, several ones, or another one than the optimizer that steps."""
+    """No optimizer uses this compressor, several do, or another optimizer makes the step."""
 
 
 class OutsideOptimizerError(TopKError, RuntimeError):

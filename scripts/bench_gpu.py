@@ -55,7 +55,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """What one row measures."""
+    """Settings of one row of the table."""
 
     name: str
     bucket: BucketPlan
@@ -63,7 +63,7 @@ class Case:
 
 
 def cases(kind: str, ratio: float, selection: str) -> Iterator[Case]:
-    """One large tensor, and a ResNet-50's gradients as one bucket; then the default's settings."""
+    """Yield the rows: one large tensor, a ResNet-50's gradients, and the default's settings."""
     many = [replace(spec, dtype=kind, device=DEVICE) for spec in resnet50_specs()]
     numel = sum(spec.numel for spec in many)
     one = [TensorSpec("all", (numel,), kind, DEVICE)]
@@ -184,11 +184,11 @@ class Bench:
         ]
 
     def encode_by_verbs(self) -> None:
-        """The same result as `encode`."""
+        """Encode by torch's operations, with the result of `encode`."""
         self.verbs.encode(self.arenas, self.steps[0], self.payload)
 
     def decode_by_verbs(self) -> None:
-        """The same result as `decode`."""
+        """Decode by torch's operations, with the result of `decode`."""
         self.verbs.decode(self.bucket, self.gathered, 1 / self.ranks, self.written)
 
 
@@ -233,7 +233,7 @@ def recorded(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def milliseconds(call: Callable[[], object], repeats: int, batch: int = BATCH) -> float:
-    """Median over batches of calls, of one call."""
+    """Return the median time of a call, over batches of calls."""
     taken: list[float] = []
     for turn in range(max(1, repeats // batch) + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -262,7 +262,7 @@ def report(rows: Sequence[tuple[str, list[float]]], args: argparse.Namespace) ->
 
 
 def origin(device: str) -> str:
-    """The machine, the versions, the date and the command that figures come from."""
+    """Return the machine, versions, date and command of the figures, as text."""
     import triton
 
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()

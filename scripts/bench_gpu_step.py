@@ -50,7 +50,7 @@ Around = Callable[[str, Part], object]  # runs one part of rank 0's step
 
 @dataclass(frozen=True)
 class Row:
-    """What one row measures, beside the floors."""
+    """Settings of one row of the table."""
 
     name: str
     optimizer: str  # sgd, adamw or none: no step
@@ -137,7 +137,7 @@ class Training:
         self.optimizer.step()
 
     def residuals(self) -> list[Tensor]:
-        """The residuals of rank 0, in the order of the parameters."""
+        """Return the residuals of rank 0, in the order of the parameters."""
         assert self.exchange is not None
         return [self.exchange.compressors[0].residual(name) for name in self.model]
 
@@ -148,7 +148,7 @@ class Training:
 
 
 def refuse_without_kernels(plan: Plan, device: str) -> None:
-    """End the program if torch's operations would compress a bucket on a GPU."""
+    """End the program if a bucket on a GPU has no Triton kernel, so that others would be timed."""
     for bucket in plan.buckets if device == "cuda" else ():
         assert isinstance(bucket.config, TopK)
         reason = unsupported(bucket.config.recipe(bucket), bucket.device)
@@ -207,7 +207,7 @@ class Clock:
         self._taken[name].append((1e3 * (ended - began) / calls, 1e3 * (queued - began) / calls))
 
     def medians(self) -> dict[str, tuple[float, float]]:
-        """By part: milliseconds until the device is done, and until Python has queued all."""
+        """Return each part's milliseconds until the GPU is done and until Python has queued all."""
         found = {
             name: (statistics.median(done), statistics.median(queued))
             for name, (done, queued) in ((n, zip(*t, strict=True)) for n, t in self._taken.items())
@@ -217,7 +217,7 @@ class Clock:
 
 
 def floors(specs: Sequence[TensorSpec], device: str) -> dict[str, Part]:
-    """What no step with as many gradients can be faster than, by name."""
+    """Return operations that pass once over as many elements as a step does, by name."""
     numel = sum(spec.numel for spec in specs)
     r, g = (torch.randn(numel, device=device) for _ in range(2))
     return {"`r += g`": partial(r.add_, g), "copy of the gradients": partial(r.copy_, g)}
@@ -268,7 +268,7 @@ class Profile:
 
 
 def insight(training: Training) -> str:
-    """What encode and decode of a step do on the GPU, in words."""
+    """Describe what encode and decode of a step do on the GPU."""
     synchronisations, profile = Synchronisations(), Profile()
     training(synchronisations)
     training(profile)
@@ -285,7 +285,7 @@ def insight(training: Training) -> str:
 
 
 def measure(training: Training, device: str, repeats: int) -> Clock:
-    """Time steps after others in which kernels are compiled and residuals settle."""
+    """Time steps, once the first ones have compiled the kernels and residuals have settled."""
     for _ in range(SETTLE):
         training()
     clock = Clock(device)
@@ -304,7 +304,7 @@ def measure_floor(call: Part, device: str, repeats: int) -> Clock:
 
 
 def report(clocks: dict[str, Clock], insights: dict[str, str], args: argparse.Namespace) -> str:
-    """A table with what it was measured on."""
+    """Return the table, and notes on what it was measured on."""
     columns = (*PARTS, ALL)
     lines = [f"| ms | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for name, clock in clocks.items():
@@ -324,7 +324,7 @@ def report(clocks: dict[str, Clock], insights: dict[str, str], args: argparse.Na
 
 
 def chosen(only: str) -> list[Row]:
-    """The rows whose names have a text."""
+    """Return the rows whose names contain a text."""
     return [row for row in ROWS if only in row.name]
 
 

@@ -248,7 +248,7 @@ class Energies(Generic[Array]):
         return self._ops.blocks(each, [s.pick for s in samples], self._bucket.residual_dtype)
 
     def _views(self, arenas: Arenas[Array], *, candidate: bool = False) -> list[Array]:
-        """Views of each followed tensor's residual, or candidate, in `arenas`."""
+        """Return each followed tensor's view of the residual, or of the candidate, in `arenas`."""
         views = arenas.views(self._ops, candidate=candidate)
         return [views[at] for at in self._positions]
 

@@ -90,7 +90,7 @@ class Rates:
         self.largest = self.units | dict(saved.get(LARGEST, {}))
 
     def decay(self, name: str) -> float:
-        """The rate in whose units a residual is, divided by the largest so far; 1 without one."""
+        """Return the rate in whose units a residual is, divided by the largest so far; or 1."""
         return self.units[name] / self.largest[name] if name in self.units else 1.0
 
     def turn(self, committed: int) -> dict[str, float]:
@@ -133,7 +133,7 @@ def rates_of(state: Mapping[str, Any], key: str = RATES) -> dict[str, float]:
 
 
 def is_unit(rate: Any) -> Any:
-    """Whether residuals can be in units of a rate: a number, or a library's scalar."""
+    """Return whether residuals can be in units of a rate: a number, or a library's scalar."""
     return (rate >= SMALLEST) & (rate < math.inf)
 
 

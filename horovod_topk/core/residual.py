@@ -89,7 +89,7 @@ class Arenas(Generic[Array]):
         return ops.view(self._residual.array, start, stop), factor
 
     def views(self, ops: Ops[Array], *, candidate: bool = False) -> Sequence[Array]:
-        """A view of each tensor's stretch of the residual, or of the candidate."""
+        """Return each tensor's view of the residual, or of the candidate."""
         arena = self._candidate if candidate else self._residual
         array = arena.rescaled(self._verbs)
         if not arena.views:

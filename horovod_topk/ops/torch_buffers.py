@@ -89,7 +89,7 @@ def _fit(tensors: Sequence[Tensor]) -> bool:
 
 
 def _kind(each: Buffer) -> tuple[torch.dtype, float]:
-    """What the buffers of a chunk have in common, beside their own device and dtype."""
+    """Return what the buffers of a chunk have in common, beside their own device and dtype."""
     return each.arrivals.dtype, each.loss
 
 

@@ -1,4 +1,4 @@
-"""Lists of tensors that are computed with as one flat tensor, in a few operations for all of them.
+"""Computes with lists of tensors as with one flat tensor, in a few operations for all of them.
 
 On an accelerator a small operation takes the host longer than the device. So what is to be done
 with each of many tensors is done once, with their elements one after another, in row-major order.
@@ -57,7 +57,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def shaped(joined: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a flat tensor, in the shapes of others, to compute with both as lists.
+    """Return views of a flat tensor in the shapes of others, to compute with both as lists.
 
     Such operations are fast if strides are equal. Those of dimensions of size 1 may be any.
     """
@@ -86,7 +86,7 @@ def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
 
 
 def positions(tensors: Sequence[Tensor]) -> Tensor:
-    """For each element, the position of its tensor in the list."""
+    """Return, for each element, the position of its tensor in the list."""
     sizes = tuple(tensor.numel() for tensor in tensors)
     total, device = sum(sizes), tensors[0].device
     is_small = total < 1 << 31
@@ -129,7 +129,7 @@ class Samples:
 
 
 def _index(sizes: Sequence[int], picks: Sequence[Pick]) -> Tensor:
-    """Where the samples of tensors are, if the tensors are joined."""
+    """Return where the samples of tensors are, if the tensors are joined."""
     found, start = list[Tensor](), 0
     for numel, (shards, first, parts) in zip(sizes, picks, strict=True):
         shard = _shard(numel, shards, first)
@@ -139,7 +139,7 @@ def _index(sizes: Sequence[int], picks: Sequence[Pick]) -> Tensor:
 
 
 def _shard(numel: int, parts: int, first: int) -> Tensor:
-    """Where the elements of a shard are; see `Ops.shard`."""
+    """Return where the elements of a shard are; see `Ops.shard`."""
     own = torch.arange((numel // (SHARD_BLOCK * parts) + 1) * SHARD_BLOCK)
     places = (own // SHARD_BLOCK * parts + first) * SHARD_BLOCK + own % SHARD_BLOCK
     return places[places < numel]
@@ -147,7 +147,7 @@ def _shard(numel: int, parts: int, first: int) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _ends(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Where each of some stretches ends."""
+    """Return where each tensor ends, given their sizes, if they are joined."""
     return torch.tensor(sizes).cumsum(0).to(device, dtype)
 
 

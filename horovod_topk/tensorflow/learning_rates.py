@@ -70,15 +70,15 @@ class VariableRates:
         return tf.where(before > 0, before / now, 1.0)
 
     def decay(self, name: str, rate: Any) -> Any:
-        """The rate in whose units a residual is at `rate`, divided by the largest so far: float64.
+        """Return the rate in whose units a residual is at `rate`, divided by the largest so far.
 
-        It is 1 where no rate is known, [].
+        It is [] float64, and 1 where no rate is known.
         """
         now, largest = self._following(name, rate)
         return tf.where(largest > 0, now / largest, 1.0)
 
     def decay_now(self, name: str) -> Any:
-        """`decay` after the last committed step."""
+        """Return `decay` after the last committed step."""
         now, largest = tf.unstack(self.variables[name], num=2)
         return tf.where(largest > 0, now / largest, 1.0)
 
@@ -88,7 +88,7 @@ class VariableRates:
             self.variables[name].assign(tf.stack(self._following(name, rate)))
 
     def _following(self, name: str, rate: Any) -> tuple[Any, Any]:
-        """The unit and the largest rate of a tensor after a step at `rate` is committed."""
+        """Return the unit and the largest rate of a tensor once a step at `rate` is committed."""
         before, largest = tf.unstack(self.variables[name], num=2)
         unit = tf.maximum(rate, FALL * before)
         is_known = (rate >= 0.0) & is_unit(unit)

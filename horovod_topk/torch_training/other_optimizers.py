@@ -25,7 +25,7 @@ CURE = (
 
 
 class OtherOptimizers:
-    """Refuses steps on the gradients of one optimizer by any other one, from now on.
+    """Refuses steps of other optimizers on the gradients of one optimizer.
 
     Args:
         optimizer: the optimizer that compression was attached to.
@@ -42,7 +42,7 @@ class OtherOptimizers:
         _watch_steps()
 
     def allow(self) -> None:
-        """Refuse no more steps, as the optimizer was replaced."""
+        """Allow all steps from now on, as the optimizer was replaced."""
         _LIVE.discard(self)
 
     def check_is_alive(self) -> None:
@@ -56,7 +56,7 @@ class OtherOptimizers:
             raise NotAttachedError(problem, cure=CURE)
 
     def check_step(self, optimizer: Any) -> None:
-        """Refuse a step on exchanged gradients, unless the own optimizer steps around or within it.
+        """Refuse a step on exchanged gradients that is no part of the attached optimizer's step.
 
         Wrappers such as Lookahead, and torch's ZeroRedundancyOptimizer, step an inner optimizer.
 
@@ -84,7 +84,7 @@ _LIVE: weakref.WeakSet[OtherOptimizers] = weakref.WeakSet()
 
 @functools.cache
 def _watch_steps() -> None:
-    """Have PyTorch check every optimizer's step before it applies gradients, by its own hooks."""
+    """Register a hook with PyTorch that checks every optimizer's step before it changes weights."""
 
     def check(optimizer: Any) -> None:
         for each in list(_LIVE):

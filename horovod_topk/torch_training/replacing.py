@@ -1,8 +1,8 @@
-"""What a new optimizer inherits when it replaces the optimizer of compressed gradients.
+"""Hands residuals over when a new optimizer replaces that of compressed gradients.
 
-It inherits the residuals of ranks and owners, and the method's own state. Momentum, arrivals,
-learning rates, warm-up, the ratio asked for and the guard's memory start anew, as they belong to
-the optimizer that was replaced: the first steps of a new one are those in which its moments form.
+The new one inherits the residuals of ranks and owners, and the method's own state. Momentum,
+arrivals, learning rates, warm-up, the ratio asked for and the guard's memory start anew, as they
+belong to the optimizer that was replaced: in the first steps of a new one its moments form.
 
 A residual that has grown because the learning rate has fallen (`horovod_topk.core.rates`) is scaled
 back to gradients at the largest rate: the new optimizer's learning rate has no relation to the old

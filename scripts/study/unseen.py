@@ -114,7 +114,7 @@ class Unet(nn.Module):
         self.noise = nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, noisy: Tensor) -> Tensor:
-        """Subtract the noise that it finds."""
+        """Return the images, less the noise that the network predicts in them."""
         high = self.before(noisy)
         low = self.low(nn.functional.avg_pool2d(high, 2))
         both = torch.cat([high, nn.functional.interpolate(low, scale_factor=2)], dim=1)

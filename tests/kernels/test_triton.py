@@ -207,7 +207,7 @@ def assert_same(left: Tensor, right: Tensor) -> None:
 
 
 def sections(bucket: BucketPlan, payload: Tensor) -> list[Tensor]:
-    """A payload as bytes, floats as such, bytes."""
+    """Split a payload into bytes, values as floats, and bytes; only bytes if values are codes."""
     kind, at = bucket.config.value_kind(bucket.residual_dtype), bucket.layout.body_at
     if kind not in WIDTH:
         return [payload]

@@ -327,7 +327,7 @@ LAID_OUT = (torch.contiguous_format, torch.channels_last)
 def test_lists_of_buffers_are_prepared_as_each_alone(
     kind: torch.dtype, memory_format: torch.memory_format
 ) -> None:
-    """Tensors of several shapes, strides and losses are computed with as one."""
+    """A list of buffers of several shapes, strides and losses gives what each alone gives."""
     shapes = [(8, 3, 3, 3), (16, 4, 1, 1), (2, 0, 1, 1), (1, 1, 1, 1), (70, 50, 3, 3)]
     drawn = [[torch.randn(shape).to(kind) for _ in range(3)] for shape in shapes]
     ordered = [[t.contiguous(memory_format=memory_format) for t in each] for each in drawn]

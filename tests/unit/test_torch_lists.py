@@ -1,4 +1,4 @@
-"""Compares what is computed with lists of tensors at once with what is with each alone."""
+"""Compares operations on lists of tensors with the same operations on each tensor."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ BLOCK = tl.constexpr(256)  # chunks whose histograms are added at once
 
 @triton.jit
 def ranked(keys: tl.tensor, rank: tl.tensor) -> tl.tensor:
-    """The rank-th largest key; rank 1 is the largest."""
+    """Return the rank-th largest key; rank 1 is the largest."""
     found = 0
     for step in range(31):
         trial = found | (1 << (30 - step))
@@ -55,7 +55,7 @@ def from_sample(
     rank_high: tl.tensor,
     LANES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The bracket from two ranks in a sample: the first `taken` of every `stride` elements."""
+    """Bracket by two ranks in a sample: of the first `taken` of every `stride` elements."""
     lanes = tl.arange(0, LANES)
     places = lanes // taken * stride + lanes % taken
     a = tl.load(elements + places, mask=lanes < count, other=0.0)
@@ -79,7 +79,7 @@ def from_counts(
     k: tl.tensor,
     crowd: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(whether one bin of the carried bracket has the threshold, its lowest, its highest key)."""
+    """Return (whether one bin has the threshold, its lowest key, its highest key)."""
     rows, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
     counts, above = tl.zeros([BINS], tl.int32), tl.zeros([BLOCK], tl.int32)
     for at in range(0, chunks, BLOCK):
@@ -107,7 +107,7 @@ def bracket(
     crowd: tl.tensor,
     SAMPLE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(whether the bracket is part of the carried one, bottom, top) for tensor `t`."""
+    """Return (whether it is part of the carried bracket, lowest key, highest key) of tensor `t`."""
     hit, bottom, top = 0, 0, 0
     if number(table, t, RULE) == CARRIED:
         low = tl.load(carried + t)

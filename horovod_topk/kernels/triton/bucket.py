@@ -129,7 +129,7 @@ class TritonBucket:
         )
 
     def _weigh(self, squares: Sequence[Tensor | None]) -> tuple[Tensor, Tensor] | None:
-        """Addresses of squares, and the least square of each tensor; None without squares."""
+        """Return addresses of squares, and each tensor's least square; None without squares."""
         if not squares:
             return None
         addresses = self._squares.point_to(squares)

@@ -37,7 +37,7 @@ def halves_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def words_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load the 32-bit indices at positions `at`; invalid ones of 2**31 and more are negative."""
+    """Load the 32-bit indices at positions `at`; those of 2**31 and more become negative."""
     return tl.load(section.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
 
 
@@ -119,7 +119,7 @@ def saturated(values: tl.tensor, most: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def finite(values: tl.tensor) -> tl.tensor:
-    """NaN and infinities become 0, and others saturate, as in `Ops.finite`."""
+    """Replace NaN and infinities by 0, and limit other magnitudes, as `Ops.finite`."""
     return saturated(tl.where(magnitude(values) < INFINITY, values, 0.0), LIMIT)
 
 
@@ -144,7 +144,7 @@ def pack_floats(
 
 @triton.jit
 def mean_bits(magnitudes: tl.tensor, largest: tl.tensor, filled: tl.tensor) -> tl.tensor:
-    """Mean magnitudes of blocks with `filled` entries, rounded to bfloat16, as int32."""
+    """Return mean magnitudes of blocks with `filled` entries, rounded to bfloat16, as int32."""
     unit = widened_bits(above_bits(largest)).to(tl.float64)
     divisor = tl.where(unit > 0, unit, 1.0)[:, None]
     total = tl.sum(tl.floor(magnitudes.to(tl.float64) / divisor * UNIT), 1)
@@ -156,7 +156,7 @@ def mean_bits(magnitudes: tl.tensor, largest: tl.tensor, filled: tl.tensor) -> t
 def multiples(
     values: tl.tensor, filled: tl.tensor, BITS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(scale of each block as bfloat16 bits, multiple of it for each value): of [ROWS, BLOCK].
+    """Return (each block's scale as bfloat16 bits, each value's multiple of it) of [ROWS, BLOCK].
 
     filled: number of entries of each block; the others are 0.
     """

@@ -32,12 +32,12 @@ def capturing(device: torch.device) -> bool:
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether kernels can access a tensor: its elements are in row-major order in memory."""
+    """Return whether a tensor's elements are in row-major order in memory, as kernels need them."""
     return tensor.is_contiguous() and not tensor.is_neg()
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """A tensor's elements in row-major order in memory; the tensor itself if it is packed."""
+    """Return a tensor whose elements are in row-major order in memory: a copy where needed."""
     return tensor if is_packed(tensor) else tensor.resolve_neg().contiguous()
 
 
@@ -56,7 +56,7 @@ class Addresses:
         self._kept: list[Tensor] = []  # arrays that graphs read
 
     def point_to(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The array of addresses, for contiguous tensors on its device; 0 for None."""
+        """Return the array of addresses of contiguous tensors on its device; 0 for None."""
         addresses = [0 if each is None else each.data_ptr() for each in tensors]
         recorded = capturing(self._array.device)
         if addresses == self._latest:

@@ -42,7 +42,7 @@ def pack(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """The kernel of the fourth pass: one parcel of ROWS blocks."""
+    """Encode the entries of one parcel, which has ROWS blocks: the kernel of the fourth pass."""
     parcel = tl.program_id(0)
     t = tl.load(owners + parcel)
     k, width = number(table, t, K), number(table, t, WIDTH)

@@ -273,7 +273,7 @@ def scatter(
     ROOM: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """The kernel of the third pass: one run. The first run of a tensor stores the next bracket."""
+    """Write the indices of one run. The first run of a tensor stores the next step's bracket."""
     run = tl.program_id(0)
     t = tl.load(run_owners + run)
     start, place = number(table, t, START), run - number(table, t, RUN0)

@@ -176,8 +176,9 @@ def stream(
     CHUNK: tl.constexpr,
     SLOT: tl.constexpr,
 ) -> None:
-    """One chunk. stats: [chunks, STATS]; slots: [chunks, SLOT]; histograms: [chunks, BINS].
+    """Add gradients to the residuals of one chunk.
 
+    stats: [chunks, STATS]; slots: [chunks, SLOT]; histograms: [chunks, BINS].
     squares, leasts: see `weigh`; used only if WEIGHS, as `products` is, for weighted elements.
     """
     chunk = tl.program_id(0)

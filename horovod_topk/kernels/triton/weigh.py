@@ -21,7 +21,7 @@ ROOM = tl.constexpr(2048)  # no sample has more elements
 
 @triton.jit
 def weigh(table: tl.tensor, squares: tl.tensor, leasts: tl.tensor) -> None:
-    """leasts[t] = the least square that counts in a tensor, as bits; one program for each tensor.
+    """Store the least square that counts in each tensor, as bits; one program for each tensor.
 
     squares: addresses of the squares, 0 for a tensor that has none.
     """

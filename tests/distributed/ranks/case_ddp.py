@@ -171,7 +171,7 @@ def test_a_parameter_may_be_frozen_before_compression_is_attached() -> None:
 
 
 def test_a_parameter_that_ddp_waits_for_is_named() -> None:
-    """DDP itself says so one step later only."""
+    """DDP itself raises an error one step later."""
     task = Setup().task()
     optimizer = Setup().distributed(task, TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
@@ -347,7 +347,7 @@ def test_joining_is_refused() -> None:
 
 
 def replaced(optimizer: Any, make: Callable[[Any], Any], compression: Any) -> Any:
-    """A new optimizer of the model, attached in the place of the first."""
+    """Attach a new optimizer of the model in place of the first, and return it."""
     other = make(optimizer.ddp.parameters())
     other.ddp = optimizer.ddp
     compression.attach(other.ddp, other)
@@ -356,7 +356,7 @@ def replaced(optimizer: Any, make: Callable[[Any], Any], compression: Any) -> An
 
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_a_new_optimizer_inherits_residuals(exchange: str) -> None:
-    """To the bit the formulas, whose residuals do not depend on the optimizer."""
+    """Steps equal those of the formulas, whose residuals do not depend on the optimizer."""
     setup = Setup()
     task, compression = setup.task(), TopKEF(**SPARSE, exchange=exchange)
     optimizer = setup.distributed(task, compression)
@@ -388,7 +388,7 @@ def test_a_new_optimizer_inherits_residuals(exchange: str) -> None:
 
 @pytest.mark.parametrize("make", [training.sgd, training.adamw])
 def test_a_new_optimizer_has_its_own_momentum(make: Callable[[Any], Any]) -> None:
-    """To the bit a new model's, once the first optimizer has sent all residuals."""
+    """Steps equal those of a new model, once the first optimizer has sent all residuals."""
     settings = {**SPARSE, "momentum": "auto", "follow_lr": True}
 
     def train(anew: bool) -> list[Tensor]:
@@ -428,7 +428,7 @@ def test_residuals_that_a_falling_rate_has_enlarged_are_gradients_again() -> Non
 
 @pytest.mark.parametrize("in_closure", [True, False])
 def test_a_step_of_an_optimizer_that_is_not_attached(in_closure: bool) -> None:
-    """It used to train without error feedback, and no one was told."""
+    """Such training had no error feedback, and nothing said so."""
     task = Setup().task()
     optimizer = Setup().distributed(task, TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)

@@ -206,7 +206,7 @@ def test_a_group_without_momentum_is_left_alone() -> None:
 @pytest.mark.horovod
 @pytest.mark.parametrize("make", [heavy_ball, nesterov])
 def test_an_embedding_may_have_sparse_gradients(make: Any) -> None:
-    """It is trained as one whose gradients are dense."""
+    """Training ends with the same weights as with dense gradients."""
 
     def dense() -> Any:
         task = training.Embedded()

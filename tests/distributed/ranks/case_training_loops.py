@@ -428,7 +428,7 @@ class Wandering(Task):
 
 @pytest.mark.parametrize("make", [heavy_ball, nesterov, training.adamw])
 def test_learning_rates_may_end_at_zero_and_restart(make: Any) -> None:
-    """Neither are gradients much larger at the end of a cycle, nor is the next step."""
+    """Gradients stay about as large to the end of a cycle, and so does the next step."""
     setup, norms, moved = Setup(Wandering, make), list[float](), list[float]()
     task = setup.task()
     optimizer = setup.distributed(task, TopKEF(ratio=0.02, momentum="auto", follow_lr="auto"))
