@@ -97,7 +97,8 @@ def _provision(
     if not environment.is_reusable():
         create(environment, runner)
     with environment.being_changed():
-        install_frameworks(environment, runner)
+        index = "" if runner.env.get("CUDA_HOME") else TORCH_CPU_INDEX
+        install_frameworks(environment, runner, torch_index=index)
     versions = horovod.installed_versions(environment.python, runner)
     console.note(torch_build(versions))
     add_horovod(environment, runner, cache, compiler, versions)
@@ -128,9 +129,13 @@ def add_horovod(
 def choose_operations(
     environment: Environment, versions: Mapping[str, str], variables: Mapping[str, str]
 ) -> tuple[Variant, str]:
-    """What to build Horovod for, and the line that tells the user so; empty with a CPU torch."""
+    """What to build Horovod for, and the line that tells the user so.
+
+    The line is empty with a CPU build of torch, unless CUDA_HOME asks for GPU operations.
+    """
     if versions["cuda"] == "none":
-        return horovod.CPU, ""
+        asked = f"Horovod for CPU operations: torch is a CPU build ({GPU_CURE})"
+        return horovod.CPU, asked if variables.get("CUDA_HOME") else ""
     try:
         gpu = find_gpu(versions, variables, environment.packages())
     except SetupError as error:
@@ -199,11 +204,14 @@ def install_frameworks(
     pins: Sequence[str] = PINS,
     torch_index: str = TORCH_CPU_INDEX,
 ) -> None:
-    """PyTorch, TensorFlow, Open MPI and what it takes to compile against them."""
+    """PyTorch, TensorFlow, Open MPI and what it takes to compile against them.
+
+    torch_index: where PyTorch comes from, if that answers; empty: pip's usual index.
+    """
     index: list[str] = []
     if not any(environment.path.glob("lib/python*/site-packages/torch-*.dist-info")):
         # Before all else and by itself: the other packages should come from the usual index.
-        index = ["--extra-index-url", torch_index] if answers(torch_index) else []
+        index = ["--extra-index-url", torch_index] if torch_index and answers(torch_index) else []
         runner.console.step(f"Installing {TORCH}" + (f" from {torch_index}" if index else ""))
         pip_install(environment, runner, TORCH, *index)
     runner.console.step(f"Installing {', '.join(pin for pin in pins if pin != TORCH)}")

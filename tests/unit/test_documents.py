@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from horovod_topk.core.base_compressor import State
+from horovod_topk.core.stats import Stats, StepCounters
 from horovod_topk.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -87,3 +90,19 @@ def test_horovodrun_takes_the_options_that_pages_give_it(monkeypatch: pytest.Mon
     for page, command in found:
         monkeypatch.setattr("sys.argv", shlex.split(command, comments=True))
         assert runner.parse_args().command, (page, command)
+
+
+def test_settings_page_names_every_statistic_and_method_of_the_state() -> None:
+    page = _text(ROOT / "docs/settings.md")
+    names = {field.name for kind in (Stats, StepCounters) for field in dataclasses.fields(kind)}
+    names |= {name for name in dir(State) if not name.startswith("_")}
+    missing = {name for name in names if not re.search(rf"`{name}[`(]", page)}
+    assert not missing
+
+
+def test_settings_page_names_every_setting() -> None:
+    adapter = pytest.importorskip("horovod_topk.ddp")
+    page = _text(ROOT / "docs/settings.md")
+    settings = inspect.signature(adapter.TopKEF).parameters
+    assert len(settings) > 15
+    assert not {name for name in settings if f"| `{name}` |" not in page}

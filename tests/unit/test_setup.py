@@ -326,9 +326,13 @@ class TestOperations:
 
         return choose
 
-    def test_a_cpu_build_of_torch_needs_no_word(self, choose, tmp_path):
-        home = str(stand_in_toolkit(tmp_path / "cuda"))
-        assert choose(VERSIONS, CUDA_HOME=home) == (horovod.CPU, "")
+    def test_a_cpu_build_of_torch_needs_no_word(self, choose):
+        assert choose(VERSIONS) == (horovod.CPU, "")
+
+    def test_a_cpu_build_of_torch_is_named_where_gpu_operations_are_asked_for(self, choose):
+        variant, said = choose(VERSIONS, CUDA_HOME="/cuda")
+        assert variant == horovod.CPU
+        assert "torch is a CPU build (for GPU operations: make clean setup CUDA_HOME=" in said
 
     def test_without_a_toolkit_it_is_the_cpu_s(self, choose, monkeypatch, tmp_path):
         # An nvcc on PATH is no toolkit.
@@ -370,6 +374,28 @@ class TestOperations:
         variant, said = choose(CUDA_HOME=str(home))
         assert variant == horovod.CPU
         assert str(home / "bin" / "nvcc") in said
+
+    @pytest.mark.parametrize(
+        ("variables", "index"), [({}, provision.TORCH_CPU_INDEX), ({"CUDA_HOME": "/cuda"}, "")]
+    )
+    def test_a_toolkit_asks_for_a_cuda_build_of_torch(
+        self, monkeypatch, tmp_path, variables, index
+    ):
+        asked = []
+
+        class Stop(Exception):
+            pass
+
+        def install(*arguments, torch_index):
+            asked.append(torch_index)
+            raise Stop
+
+        monkeypatch.setattr(provision, "install_frameworks", install)
+        monkeypatch.setattr(provision, "check_machine", lambda *arguments: "c++")
+        monkeypatch.setattr(provision, "create", lambda environment, _: environment.path.mkdir())
+        with pytest.raises(Stop):
+            provision._provision(Environment(tmp_path), tmp_path, variables, Console())
+        assert asked == [index]
 
     def test_the_linker_finds_nccl_by_its_usual_name(self, packages, tmp_path):
         gpu = dataclasses.replace(GPU, nccl=stand_in_nccl(packages))
