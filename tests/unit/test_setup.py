@@ -383,17 +383,14 @@ class TestOperations:
     ):
         asked = []
 
-        class Stop(Exception):
-            pass
-
         def install(*arguments, torch_index):
             asked.append(torch_index)
-            raise Stop
+            raise SetupError("enough")
 
         monkeypatch.setattr(provision, "install_frameworks", install)
         monkeypatch.setattr(provision, "check_machine", lambda *arguments: "c++")
         monkeypatch.setattr(provision, "create", lambda environment, _: environment.path.mkdir())
-        with pytest.raises(Stop):
+        with pytest.raises(SetupError, match="enough"):
             provision._provision(Environment(tmp_path), tmp_path, variables, Console())
         assert asked == [index]
 
