@@ -21,21 +21,21 @@ multiplied by the rates of those later steps, with and without compression. The 
 should have been applied already is in e. Zheng et al. do the same, and if every element is sent,
 rates change nothing.
 
-A residual grows by a twentieth in a step at most. It is in units of a rate L that follows lr at
-once where lr rises, and not faster than that where lr falls:
+A residual grows by a twentieth in a step at most, and less at ratios k below 0.02. It is in units
+of a rate L that follows lr at once where lr rises, and not faster than that where lr falls:
 
-    L' = max(lr', 19/20 L)        e' = e * L / L'
+    L' = max(lr', (1 - f) L)      e' = e * L / L'      f = min(1/20, 5/2 k)
 
-In a schedule of many steps L is lr but for the last 40 steps or so. An element waits some tens of
-steps, so that what is exchanged stays about as large as gradients are. Without this bound the last
+In a schedule of many steps L is lr but for the last 1 / f steps or two times that. An element waits
+about 1 / k steps, so that what is exchanged stays about as large as gradients are. Without this bound the last
 steps of a short cycle exchange ever larger gradients, which clipping cuts down; and where the rate
 then rises again, the optimizer's momentum and Adam's mean square still hold them, in units of the
 lowest rate: SGD diverges. What waits while the rate falls faster is applied at the lower rate of
 the step that sends it, as without rescaling: its weight moves less far than in theory.
 
-Negative and infinite rates and NaN are ignored, and L below 1e-12, such as 0 before there was a
-larger rate: e stays in the units that it has. Values that are sent saturate, and the residual keeps
-the rest.
+A rate of 0 freezes weights, and says nothing of how large updates will be: it is ignored, as are
+negative and infinite rates, NaN, and L below 1e-12: e stays in the units that it has. Values that
+are sent saturate, and the residual keeps the rest.
 """
 
 from __future__ import annotations
@@ -46,11 +46,22 @@ from numbers import Real
 from typing import Any, Protocol
 
 from horovod_topk.errors import StateDictError
+from horovod_topk.methods.protocol import Method
 
 RATES = "rates"  # key in a state dict: learning rates by tensor, with learning-rate rescaling
 LARGEST = "largest_rates"  # key in a state dict: the largest learning rates so far
 SMALLEST = 1e-12  # smaller units are ignored, so that float32 residuals do not overflow
-FALL = 0.95  # the units of residuals fall to this share in a step, at most
+FASTEST = 0.05  # the units of residuals fall by this share in a step, at most,
+PER_RATIO = 2.5  # and by this many times the ratio
+
+
+def fall_of(config: Method, name: str) -> float:
+    """Return the share to which the units of a tensor's residual fall in a step, at most.
+
+    config: the settings, with `ratios` resolved.
+    """
+    ratio = config.own.get(name, min(config.ratio, config.ratio_back))
+    return 1.0 - min(FASTEST, PER_RATIO * ratio)
 
 
 class Followed(Protocol):
@@ -70,10 +81,15 @@ class Rates:
 
     Args:
         now: returns the learning rates of the step that begins now, without communication.
+        fall: returns `fall_of` a tensor, by its name.
     """
 
-    def __init__(self, now: Callable[[], Mapping[str, float]]) -> None:
-        self._now = now
+    def __init__(
+        self,
+        now: Callable[[], Mapping[str, float]],
+        fall: Callable[[str], float] = lambda _: 1.0 - FASTEST,
+    ) -> None:
+        self._now, self._fall = now, fall
         self.units: dict[str, float] = {}
         self.largest: dict[str, float] = {}
         self._before: dict[str, float] = {}  # units at the end of the last committed step,
@@ -105,8 +121,8 @@ class Rates:
             self._before, self._committed = dict(self.units), committed
         factors = dict[str, float]()
         for name, rate in self._now().items():
-            unit = max(rate, FALL * self._before.get(name, 0.0))
-            if rate >= 0.0 and is_unit(unit):
+            unit = max(rate, self._fall(name) * self._before.get(name, 0.0))
+            if rate > 0.0 and is_unit(unit):
                 now = self.units.get(name, unit)
                 self.units[name] = unit
                 self.largest[name] = max(rate, self.largest.get(name, 0.0))

@@ -7,12 +7,12 @@ a step that is skipped leaves them unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.rates import FALL, LARGEST, RATES, is_unit
+from horovod_topk.core.rates import LARGEST, RATES, is_unit
 from horovod_topk.errors import ConfigError
 
 
@@ -41,12 +41,16 @@ def rate_of(optimizer: Any) -> Any:
 class VariableRates:
     """Learning rates in variables, for learning-rate rescaling in graphs.
 
+    Args:
+        fall: returns `fall_of` a tensor, by its name.
+
     Attributes:
         variables: the pair of rates of each tensor, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fall: Callable[[str], float]) -> None:
         self.variables: dict[str, Any] = {}
+        self._fall = fall
 
     def saved(self) -> dict[str, dict[str, float]]:
         """`Followed.saved`."""
@@ -90,7 +94,7 @@ class VariableRates:
     def _following(self, name: str, rate: Any) -> tuple[Any, Any]:
         """Return the unit and the largest rate of a tensor once a step at `rate` is committed."""
         before, largest = tf.unstack(self.variables[name], num=2)
-        unit = tf.maximum(rate, FALL * before)
-        is_known = (rate >= 0.0) & is_unit(unit)
+        unit = tf.maximum(rate, self._fall(name) * before)
+        is_known = (rate > 0.0) & is_unit(unit)
         largest = tf.where(is_known, tf.maximum(rate, largest), largest)
         return tf.where(is_known, unit, before), largest

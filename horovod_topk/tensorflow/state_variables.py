@@ -29,6 +29,7 @@ from horovod_topk.core.measures import HOST, VERDICT, Rows
 from horovod_topk.core.momentum import Momenta, Momentum, check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
+from horovod_topk.core.rates import fall_of
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.rounds import is_shared, state_names, state_plan
 from horovod_topk.core.state import State
@@ -117,7 +118,7 @@ class VariableState(State[Array]):
         self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
         super().__init__(config, reduction, self.ops, self.schedule_in_graphs)
         self._names, self.later = names, set(names)
-        self.rates = VariableRates() if config.follow_lr else None
+        self.rates = VariableRates(self._fall) if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
         # Whether the last step has sent some elements of a tensor only: 1 or 0, by name.
@@ -125,6 +126,10 @@ class VariableState(State[Array]):
         self._begins = apart(lambda: tf.Variable(0.0, False))  # 1 if it is the first one
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
+
+    def _fall(self, name: str) -> float:
+        """`fall_of` a tensor."""
+        return fall_of(self.config if self.plan is None else self.plan.config, name)
 
     def specs(self) -> dict[str, TensorSpec]:
         """`State.specs`."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from horovod_topk.core.rates import Rates
+from horovod_topk.core.rates import Rates, fall_of
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training.momentum import Loan
@@ -38,7 +39,7 @@ def followed(
                 cure="Leave follow_lr= out",
             )
     held = weakref.ref(optimizer)  # weak: the optimizer refers to the state, which refers to this
-    return Rates(lambda: now(held(), names, loan))
+    return Rates(lambda: now(held(), names, loan), partial(fall_of, config))
 
 
 def has_rates(optimizer: Any) -> bool:

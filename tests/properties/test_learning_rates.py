@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from oracle.backends import NUMPY, TORCH, Backend, each_backend
 from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.core.rates import FALL, SMALLEST, Rates, rates_of
+from horovod_topk.core.rates import FASTEST, SMALLEST, Rates, fall_of, rates_of
 from horovod_topk.core.reshard import pending
 from horovod_topk.errors import StateDictError
 from horovod_topk.methods.topk import TopK
 
+FALL = 1.0 - FASTEST
 SIZES = {"body": 3000, "head": 1300, "bias": 40}
 RANKS = 4
 EXCHANGES = ("allgather", "sharded", "hierarchical")
@@ -170,7 +172,7 @@ def test_a_constant_rate_changes_nothing() -> None:
     assert same_bits(followed.world.residuals(), plain.world.residuals())
 
 
-@pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf])
+@pytest.mark.parametrize("rate", [0.0, -0.1, math.nan, math.inf])
 def test_what_is_no_rate_is_not_followed(rate: float) -> None:
     """Residuals stay in the units that they have."""
     present = [0.4]
@@ -184,7 +186,7 @@ def test_what_is_no_rate_is_not_followed(rate: float) -> None:
     assert rates.turn(4) == {}
 
 
-@pytest.mark.parametrize("rate", [0.0, SMALLEST / 2, 5e-324, 0.2])
+@pytest.mark.parametrize("rate", [SMALLEST / 2, 5e-324, 0.2])
 def test_units_fall_once_in_a_committed_step(rate: float) -> None:
     present = [0.4]
     rates = Rates(lambda: {"w": present[0]})
@@ -198,12 +200,43 @@ def test_units_fall_once_in_a_committed_step(rate: float) -> None:
         assert rates.units["w"] == pytest.approx(FALL * before)
 
 
+@pytest.mark.parametrize(
+    ("settings", "fall"),
+    [
+        ({"ratio": 0.02}, 0.95),
+        ({"ratio": 0.5}, 0.95),
+        ({"ratio": 0.004}, 0.99),
+        ({"exchange": "sharded", "gather_ratio": 0.004}, 0.99),
+        ({"ratios": {"w": 0.002}}, 0.995),
+        ({"ratio": 0.004, "ratios": {"w": "dense"}}, 0.95),
+    ],
+)
+def test_units_fall_no_faster_than_elements_leave(settings: Any, fall: float) -> None:
+    plan = make_plan([TensorSpec("w", (4000,), "float32")], TopK(**settings))
+    assert fall_of(plan.config, "w") == pytest.approx(fall)
+
+
+def test_what_is_exchanged_stays_bounded_while_a_rate_is_tiny() -> None:
+    """However long: a residual that grows faster than it is sent would not."""
+    plan = plan_of(ratio=0.004)
+    tiny, usual = Followed(plan), Followed(plan)
+    for each in tiny.world.ranks:
+        each.rates = Rates(tiny.now, partial(fall_of, plan.config))
+    norms = list[tuple[float, ...]]()
+    for step, gradients in enumerate(gradients_of(200)):
+        jobs = ((tiny, 1e-9 if step else 1.0), (usual, 1.0))
+        exchanged = [job.step((rate, rate), gradients)[0]["body"] for job, rate in jobs]
+        norms.append(tuple(float(np.linalg.norm(each)) for each in exchanged))
+    most, usually = np.array(norms).max(axis=0)
+    assert most < 5.0 * usually
+
+
 def test_a_rate_is_told_as_a_share_of_the_largest_so_far() -> None:
     present = [0.1]
     rates = Rates(lambda: {"w": present[0]})
     assert rates.decay("w") == 1.0
     shares = []
-    for step, present[0] in enumerate((0.1, 0.4, 0.39, 0.0, 0.39)):
+    for step, present[0] in enumerate((0.1, 0.4, 0.39, 1e-9, 0.39)):
         rates.turn(step)
         shares.append(rates.decay("w"))
     assert shares == pytest.approx([1.0, 1.0, 0.975, FALL * 0.975, 0.975])

@@ -72,7 +72,7 @@ def test_units_rise_at_once_and_fall_by_a_twentieth_at_most() -> None:
     for step, rate in enumerate(schedule):
         optimizer.param_groups[0]["lr"] = rate
         factor *= rates.turn(step).get("a", 1.0)
-        unit = max(rate, 0.95 * unit)
+        unit = max(rate, 0.95 * unit) if rate else unit
         assert rates.units["a"] == pytest.approx(unit)
         assert factor == pytest.approx(0.25 / unit)
         assert rates.decay("a") == pytest.approx(unit / rates.largest["a"])

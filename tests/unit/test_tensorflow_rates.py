@@ -63,7 +63,8 @@ def test_an_optimizer_without_a_rate_is_named() -> None:
         (0.5, 0.5, 3.0, 0.5),
         (0.5, 2.0, 0.75, 2.0),
         (0.5, 0.25, 3 / 0.95, 0.475),  # a twentieth less, at most
-        (0.5, 0.0, 3 / 0.95, 0.475),
+        (0.5, 1e-9, 3 / 0.95, 0.475),
+        (0.5, 0.0, 3.0, 0.5),  # weights are frozen
         (0.0, 1e-13, 3.0, 0.0),  # ignored, as `core.rates` has it
         (0.5, -1.0, 3.0, 0.5),
         (0.5, float("nan"), 3.0, 0.5),
@@ -77,7 +78,7 @@ def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: fl
     from horovod_topk.tensorflow.learning_rates import VariableRates
     from horovod_topk.tensorflow.state_variables import VariableArenas
 
-    rates, kept = VariableRates(), tf.Variable([3.0, -3.0])
+    rates, kept = VariableRates(lambda _: 0.95), tf.Variable([3.0, -3.0])
     rates.variables["w"] = tf.Variable([unit, 2 * unit], dtype=tf.float64)
     (bucket,) = make_plan([TensorSpec("w", (2,), "float32")], TopK()).buckets
     now = tf.constant(rate, tf.float64)

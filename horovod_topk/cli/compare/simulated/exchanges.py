@@ -20,7 +20,7 @@ from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.momentum import Momenta
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, make_plan
-from horovod_topk.core.rates import Rates
+from horovod_topk.core.rates import Rates, fall_of
 from horovod_topk.core.substitute import Substitute
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
@@ -145,7 +145,10 @@ class Compressed:
         """Rescale residuals by the learning rate of the optimizer's first parameter group."""
         group = optimizer.param_groups[0]
         for each in self.compressors:
-            each.rates = Rates(lambda: dict.fromkeys(self._positions, float(group["lr"])))
+            each.rates = Rates(
+                lambda: dict.fromkeys(self._positions, float(group["lr"])),
+                partial(fall_of, self._plan.config),
+            )
 
     def mean(self, gradients: list[Gradients]) -> Gradients:
         """`Exchange.mean`: exchange and commit as Horovod's optimizer with a compressor does."""
