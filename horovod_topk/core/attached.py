@@ -200,9 +200,18 @@ class Attached(Generic[Kept]):
             self._state.load_state_dict(state)
 
     def reset(self) -> None:
-        """Set all residuals to zero; a step under way is dropped. Call it on every rank."""
+        """Set all residuals and velocities to zero; a step under way is dropped.
+
+        Call it on every rank, or gradients that other ranks hold back still come. How often
+        elements arrive and how large the learning rate has been is not forgotten.
+        """
         if self.active:
             self._state.reset()
+
+    def forget(self) -> None:
+        """As `reset`, and forget all that was learnt too: for ranks that join an elastic job."""
+        if self.active:
+            self._state.forget()
 
     def residual(self, name: str) -> Any:
         """A copy of one tensor's committed residual, flat, float32 (float64 for float64 gradients).

@@ -7,6 +7,7 @@ it. Functions of this file say when nothing is compressed.
 from __future__ import annotations
 
 import abc
+import copy
 import gc
 import importlib
 import inspect
@@ -143,6 +144,13 @@ class BaseCompressor(abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings only: a copied or unpickled compressor has no optimizer yet."""
         return {setting: getattr(self, setting) for setting in _SETTINGS}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy with the same scaler: a copy of it would not follow the loss's scale."""
+        memo.setdefault(id(self.grad_scaler), self.grad_scaler)
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -27,11 +27,12 @@ of a rate L that follows lr at once where lr rises, and not faster than that whe
     L' = max(lr', (1 - f) L)      e' = e * L / L'      f = min(1/20, 5/2 k)
 
 In a schedule of many steps L is lr but for the last 1 / f steps or two times that. An element waits
-about 1 / k steps, so that what is exchanged stays about as large as gradients are. Without this bound the last
-steps of a short cycle exchange ever larger gradients, which clipping cuts down; and where the rate
-then rises again, the optimizer's momentum and Adam's mean square still hold them, in units of the
-lowest rate: SGD diverges. What waits while the rate falls faster is applied at the lower rate of
-the step that sends it, as without rescaling: its weight moves less far than in theory.
+about 1 / k steps, so that what is exchanged stays about as large as gradients are. Without this
+bound the last steps of a short cycle exchange ever larger gradients, which clipping cuts down; and
+where the rate then rises again, the optimizer's momentum and Adam's mean square still hold them, in
+units of the lowest rate: SGD diverges. What waits while the rate falls faster is applied at the
+lower rate of the step that sends it, as without rescaling: its weight moves less far than in
+theory.
 
 A rate of 0 freezes weights, and says nothing of how large updates will be: it is ignored, as are
 negative and infinite rates, NaN, and L below 1e-12: e stays in the units that it has. Values that

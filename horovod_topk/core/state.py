@@ -33,6 +33,7 @@ from horovod_topk.core.state_dict import (
     RELEASED,
     RESIDUALS,
     SHARED,
+    VELOCITY,
     asked_of,
     check_origin,
     check_owner,
@@ -57,6 +58,7 @@ log = logging.getLogger("horovod_topk")
 Array = TypeVar("Array")
 _NOTHING: Mapping[str, Any] = {RESIDUALS: {}}  # a part of a state dict without arrays
 _OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # entries of a state dict, by tensor name
+_KEPT_BY_A_RANK = {RESIDUALS, OWNED, VELOCITY}  # parts that may differ from rank to rank
 
 
 class State(Counting[Array]):
@@ -283,10 +285,10 @@ class State(Counting[Array]):
             StateDictError: a residual does not fit; nothing has changed.
         """
         self.check_state_dict(state)
+        self.about_to_change()
         self._ask(self.schedule.level(asked_of(state), self.counter.asked))
         self._take_decision(decision_of(state))
         self._watch_on(guard_of(state), own=True)
-        self.about_to_change()
         self.counter.committed = committed_of(state, self.counter.committed)
         self._begun += steps_of(state, self.ended) - self.ended
         if self.exchange is None:
@@ -352,14 +354,26 @@ class State(Counting[Array]):
         self.later -= set(names)
 
     def reset(self) -> None:
-        """Set every residual to zero; a step under way is abandoned."""
+        """Set every residual and velocity to zero; a step under way is abandoned.
+
+        What all ranks know alike stays: how often elements arrive, what the method has learnt, and
+        the largest learning rates so far.
+        """
         self.about_to_change()
         self._waiting, self._shared = {}, {}
+        for key in self.parts.keys() & _KEPT_BY_A_RANK:
+            self.parts[key].reset()
+        if self.rates is not None:
+            self.rates.load({LARGEST: self.rates.saved()[LARGEST]})
+        self.has_changed()
+
+    def forget(self) -> None:
+        """Set all that the state has to zero; a step under way is abandoned."""
+        self.reset()
         for part in self.parts.values():
             part.reset()
         if self.rates is not None:
             self.rates.load({})
-        self.has_changed()
 
     def residual(self, name: str) -> Array:
         """A copy of one tensor's residual, flat.

@@ -85,6 +85,10 @@ class State(base_compressor.State, Protocol):
         """Continue with the other ranks' clock and the present number of ranks."""
         ...
 
+    def forget(self) -> None:
+        """Set residuals to zero, and all else that was learnt."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Commit:
@@ -149,7 +153,7 @@ class Manager:
         if state is None:
             return
         if saved is None:  # no commit: residuals were zero
-            state.reset()
+            state.forget()
             state.resume(self.clock, self.units)
             state.take_shared(self.shared)
             return
@@ -241,7 +245,7 @@ class Manager:
         """Set a joining rank's residuals to zero: other ranks have those it may have loaded."""
         self._forget()
         if (state := self._state()) is not None:
-            state.reset()
+            state.forget()
 
     def _have_equal_tensors(self, kept: Mapping[str, Any] | None) -> bool:
         """Whether all ranks have residuals of the same tensors, which can be averaged."""

@@ -67,6 +67,19 @@ def restore(prepared: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
         _restore_by_torch(chunk, momentum)
 
 
+def undo(buffers: Sequence[Buffer], numbers: Numbers) -> None:
+    """Turn prepared buffers that no update has used back into what they were, to rounding."""
+    momentum, left = numbers.momentum, 1.0 - numbers.momentum
+    for each in buffers:
+        phi, added = each.arrivals, each.added.reshape(-1)
+        if numbers.decay:
+            added = added + each.parameter.detach().reshape(-1) * numbers.decay
+        b = lists.root(lists.root(phi)) * momentum
+        moved = each.buffer.reshape(-1) * momentum + added
+        before = (moved * left / (1.0 - b) - (1.0 - phi * each.loss) * added) / momentum
+        each.buffer.copy_(before.view(each.buffer.shape))
+
+
 class _Sgd(ctypes.Structure):
     """`topkef_sgd` of kernels/cpu/topkef.h."""
 

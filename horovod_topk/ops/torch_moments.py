@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from horovod_topk.kernels import native
 from horovod_topk.ops import torch_lists as lists
 
 CLASSES = 2  # of elements; see `horovod_topk.core.arrivals`
+ROUNDING = 1e-5  # relative: moments so near to their limit count as limited
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Moment:
     factors: Tensor  # c of each class
     square: Tensor  # Adam's v before the step
     most: Tensor  # the largest |m'| where v is 1, in the optimizer's units, divided by beta1: []
+    step: Any = None  # number of steps that the optimizer has made: [] or a number
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,24 @@ def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
             rest.append(each)
     for chunk in lists.chunks(rest, lambda each: each.moment, lambda each: each.arrivals.dtype):
         _by_torch(chunk, numbers)
+
+
+def undo(moments: Sequence[Moment], numbers: Numbers) -> None:
+    """Turn prepared first moments that no update has used back into what they were, to rounding.
+
+    Those of elements that were limited are not known any more: they become 0.
+    """
+    beta1, before, now = numbers.beta1, numbers.before, numbers.now
+    for each in moments:
+        phi, added = each.arrivals, each.added.reshape(-1)
+        b = lists.root(phi) * beta1
+        of = lists.positions([each.moment])
+        moved = each.moment.reshape(-1) + added * (1.0 / beta1 - 1.0)
+        is_limited = moved.abs() >= _limits([each], added, of, numbers) * (1.0 - ROUNDING)
+        weights = _factors([each], phi, of, numbers) * (now / beta1) * (1.0 - b)
+        own = (moved - weights * added) / (b * (now / before / beta1))
+        own = own.masked_fill(is_limited | (b == 0.0), 0.0)
+        each.moment.copy_(own.view(each.moment.shape))
 
 
 class _Adam(ctypes.Structure):

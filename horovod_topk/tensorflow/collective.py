@@ -13,6 +13,7 @@ from horovod.tensorflow.mpi_ops import _allreduce
 
 from horovod_topk import process_sets
 from horovod_topk.core.agreement import gather_bytes
+from horovod_topk.core.exchange.protocol import check_gathered
 from horovod_topk.core.nodes import Location
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.timing import GraphTimer
@@ -63,7 +64,13 @@ class HorovodCollective:
     def allgather(
         self, payload: Array, name: str, counts: Sequence[int] | None = None
     ) -> _Gathered:
-        """Run a named allgather of a uint8 array, or add it to the graph under construction."""
+        """Run a named allgather of a uint8 array, or add it to the graph under construction.
+
+        Raises:
+            TensorTooLargeError: Horovod cannot count so many bytes; nothing was sent.
+        """
+        total = payload.numel * self.size if counts is None else sum(counts)
+        check_gathered(total, name)
         if tf.executing_eagerly():  # Horovod takes names only from a graph's operations
             graph = tf.function(lambda tensor: self._gather(tensor, name), autograph=False)
             tensor = tf.convert_to_tensor(payload.value)
@@ -72,7 +79,6 @@ class HorovodCollective:
             return gathered
         gathered = self._gather(payload.value, name)
         if not self._resizable:
-            total = payload.numel * self.size if counts is None else sum(counts)
             gathered = tf.ensure_shape(gathered, [total])
         return _Gathered(gathered)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from horovod_topk import process_sets
 from horovod_topk.core.agreement import gather_bytes
+from horovod_topk.core.exchange.protocol import check_gathered
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.payload import check_counts
 from horovod_topk.core.state_dict import converted
@@ -109,8 +110,13 @@ class HorovodCollective:
         return process_sets.location(hvd.rank(), hvd.local_rank())
 
     def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> _Handle:
-        """Start a named allgather of a uint8 tensor; does not block."""
+        """Start a named allgather of a uint8 tensor; does not block.
+
+        Raises:
+            TensorTooLargeError: Horovod cannot count so many bytes; nothing was sent.
+        """
         timer, process_set = self.timer, self._process_set
+        check_gathered(payload.numel() * self.size if counts is None else sum(counts), name)
         timer.first = timer.first or time.perf_counter()
         return _Handle(hvd.allgather_async(payload, name=name, process_set=process_set), timer)
 

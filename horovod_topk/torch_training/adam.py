@@ -25,8 +25,8 @@ from torch.optim import AdamW
 from horovod_topk.core.arrivals import FARTHEST, FREE, LIMIT, RATE, SLOWEST, Arrived, is_young
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum import Momentum
-from horovod_topk.ops.torch_moments import Moment, Numbers, prepare
-from horovod_topk.torch_training.added import added_by, applies_nothing
+from horovod_topk.ops.torch_moments import Moment, Numbers, prepare, undo
+from horovod_topk.torch_training.added import added_by, applies_nothing, versions
 
 
 class AdamSteps:
@@ -42,10 +42,13 @@ class AdamSteps:
         self, names: Mapping[Any, str], arrived: Callable[[], Mapping[str, Arrived[Tensor]]]
     ) -> None:
         self._names, self._arrived = names, arrived
+        # Moments of this step, their numbers, the steps that were made before and `_versions`.
+        self._prepared: list[tuple[Moment, Numbers, int, object]] = []
 
     @torch.no_grad()
     def prepare(self, optimizer: Any) -> None:
         """Prepare the first moments for the optimizer's step, once gradients are exchanged."""
+        self.undo()  # what a step that raised has left
         if applies_nothing(optimizer):
             return
         arrived = self._arrived()
@@ -64,10 +67,29 @@ class AdamSteps:
                     _moment(optimizer.state[p], added, p.grad, arrived[self._names[p]], most)
                     for p, added, most in zip(alike, gradients, largest, strict=True)
                 ]
-                prepare(moments, Numbers(beta1, before, now, RATE, LIMIT, beta2))
+                numbers = Numbers(beta1, before, now, RATE, LIMIT, beta2)
+                prepare(moments, numbers)
+                self._prepared += [(each, numbers, step, _versions(each)) for each in moments]
 
     def restore(self) -> None:
-        """Do nothing: after the step Adam's first moment is the one that was wanted."""
+        """Note that the step has ended: Adam's first moment is the one that was wanted."""
+        self._prepared.clear()
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Turn first moments that were prepared back into Adam's own, if the step has raised.
+
+        Those that the step has not changed become what they were before, to rounding, unless their
+        gradient has been changed since; those that were limited become 0.
+        """
+        for moment, numbers, step, before in self._prepared:
+            if float(moment.step) == step and _versions(moment) == before:
+                undo([moment], numbers)
+        self._prepared.clear()
+
+
+def _versions(each: Moment) -> tuple[int, ...]:
+    return versions(each.added, each.gradient)
 
 
 def _moment(
@@ -79,7 +101,7 @@ def _moment(
 ) -> Moment:
     """Return a parameter's first moment, and what it is prepared from."""
     own = state["exp_avg"], added, gradient, arrived.arrivals, arrived.factors
-    return Moment(*own, state["exp_avg_sq"], most)
+    return Moment(*own, state["exp_avg_sq"], most, state["step"])
 
 
 def _largest(parameters: Sequence[Any], unit: float, rate: float | None) -> Sequence[Tensor]:
@@ -140,7 +162,9 @@ def _by_step(parameters: Sequence[Any], optimizer: Any) -> Iterator[tuple[int, l
     if not parameters:
         return
     steps = [optimizer.state[p]["step"] for p in parameters]
-    counts = torch.stack(steps).tolist() if steps[0].device.type != "cpu" else map(float, steps)
+    where = steps[0].device
+    at_once = where.type != "cpu"  # one wait for the device instead of one a parameter
+    counts = torch.stack([s.to(where) for s in steps]).tolist() if at_once else map(float, steps)
     pairs = sorted(zip(map(int, counts), range(len(parameters)), strict=True))
     for step, alike in itertools.groupby(pairs, key=lambda pair: pair[0]):
         yield step, [parameters[at] for _, at in alike]

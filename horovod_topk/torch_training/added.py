@@ -14,6 +14,11 @@ def applies_nothing(optimizer: Any) -> bool:
     return found is not None and bool(found)
 
 
+def versions(*tensors: Tensor) -> tuple[int, ...]:
+    """Return numbers that change when tensors are changed in place by PyTorch."""
+    return tuple(tensor._version for tensor in tensors)
+
+
 def added_by(optimizer: Any, group: Mapping[str, Any], parameters: Sequence[Any]) -> list[Tensor]:
     """Gradients as the optimizer adds them to its moments, but for weight decay.
 

@@ -14,6 +14,7 @@ from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum_takeover import note_taken
 from horovod_topk.torch_training import momentum
 from horovod_topk.torch_training.adam import AdamSteps
+from horovod_topk.torch_training.added import applies_nothing
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping_late import LateClipping
 from horovod_topk.torch_training.scaling import warn_of_scaler
@@ -51,6 +52,7 @@ class Hooks(abc.ABC):
         self._compressor, self._buckets = compressor, buckets
         self._loan, self._steps = loan, steps
         self._prepared = 0  # number of exchanges when a step was last prepared
+        self._is_prepared = False  # until that step has ended
         config = compressor.plan.config
         keeps = config.momentum or config.ratio < 1.0 or config.withheld()
         self._looks = LOOKS if keeps and not has_scaler else 0  # calls left that look for a scaler
@@ -71,7 +73,12 @@ class Hooks(abc.ABC):
             before = partial(self._before_accumulation, id(p))
             self._handles.append(accumulation.register_prehook(before))
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        if hasattr(optimizer, "register_state_dict_pre_hook"):  # PyTorch 2.1
+            self._handles.append(optimizer.register_state_dict_pre_hook(self._undo))
+        after = optimizer.register_step_post_hook(self._after_step)
+        # Before the hooks that a user has registered: they should see the momentum of dense steps.
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+        self._handles.append(after)
 
     def remove(self) -> None:
         """Remove the hooks: the optimizer's gradients are no longer compressed."""
@@ -109,6 +116,7 @@ class Hooks(abc.ABC):
 
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient, unless it was zeroed in place."""
+        self._undo()
         slot = self._buckets.slots.get(parameter)
         if slot is not None:
             slot.has_fired = True
@@ -118,6 +126,7 @@ class Hooks(abc.ABC):
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Check a step before it runs; returns the arguments that the step gets instead."""
+        self._undo()
         self._check_before(optimizer, args, kwargs)
         if self._looks:
             self._of_scaler = warn_of_scaler(type(optimizer).__name__)
@@ -148,8 +157,16 @@ class Hooks(abc.ABC):
         exchanges = self._buckets.exchanges
         if self._steps is None or self._is_around(optimizer) or exchanges == self._prepared:
             return
+        self._is_prepared = True
         self._steps.prepare(optimizer)
         self._prepared = exchanges
+
+    def _undo(self, *_: Any) -> None:
+        """Turn the optimizer's momentum back into what it was before a step that has raised."""
+        if self._is_prepared:
+            assert self._steps is not None
+            self._steps.undo()
+            self._prepared, self._is_prepared = -1, False
 
     def _take_back(self, optimizer: Any) -> None:
         """Restore the optimizer's momentum after its step."""
@@ -163,12 +180,16 @@ class Hooks(abc.ABC):
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._take_back(optimizer)
-        if self._steps is not None:
+        if self._is_prepared:
+            assert self._steps is not None
             self._steps.restore()
+            self._is_prepared = False
         self._check_after(optimizer)
         self._check_clipping(optimizer)  # if a closure has exchanged within the step
-        if self._buckets.are_applied():
-            self._compressor.commit()
-        else:  # the step applied other gradients than the exchanged ones
-            self._compressor.rollback()
-        self._buckets.forget_exchanged()
+        try:
+            if self._buckets.are_applied() and not applies_nothing(optimizer):
+                self._compressor.commit()
+            else:  # the step applied other gradients than the exchanged ones, or none
+                self._compressor.rollback()
+        finally:  # a user's callback may raise
+            self._buckets.forget_exchanged()

@@ -106,13 +106,12 @@ class OneBitAdam(Optimizer):
             ConfigError: a value is out of its range.
         """
         super().add_param_group(param_group)
-        _check(self.param_groups[-1])
-        if len({group["freeze_after"] for group in self.param_groups}) > 1:
-            raise ConfigError(
-                "parameter groups have different freeze_after, and all of them are exchanged in "
-                "the same form",
-                cure="Pass one freeze_after for all groups",
-            )
+        try:
+            _check(self.param_groups[-1])
+            _check_same_phase(self.param_groups)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -218,6 +217,15 @@ class OneBitAdam(Optimizer):
 
 def _steps(state: Mapping[str, Any]) -> int:
     return int(state["step"])
+
+
+def _check_same_phase(groups: Sequence[Mapping[str, Any]]) -> None:
+    if len({group["freeze_after"] for group in groups}) > 1:
+        raise ConfigError(
+            "parameter groups have different freeze_after, and all of them are exchanged in the "
+            "same form",
+            cure="Pass one freeze_after for all groups",
+        )
 
 
 def _check(group: Mapping[str, Any]) -> None:

@@ -29,8 +29,8 @@ from horovod_topk.core.arrivals import RATE, ArrivedToSgd
 from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum_takeover import not_a_momentum
-from horovod_topk.ops.torch_buffers import Buffer, Numbers, prepare, restore
-from horovod_topk.torch_training.added import added_by, applies_nothing
+from horovod_topk.ops.torch_buffers import Buffer, Numbers, prepare, restore, undo
+from horovod_topk.torch_training.added import added_by, applies_nothing, versions
 
 TINY = 1e-6  # phi below this, before a step, is that of a run without earlier steps
 
@@ -50,8 +50,8 @@ class SgdSteps:
     ) -> None:
         self._names, self._compressor = names, compressor
         self._is_new, self._was_dense = True, False  # before the first step; after a dense one
-        # Momentum buffers of this step and their phi, by groups, and each group's momentum.
-        self._prepared: list[tuple[list[tuple[Tensor, Tensor]], float]] = []
+        self._former = True, False  # the same before this step
+        self._prepared: list[tuple[list[Buffer], Numbers, list[object]]] = []  # by groups
 
     @torch.no_grad()
     def prepare(self, optimizer: Any) -> None:
@@ -60,7 +60,8 @@ class SgdSteps:
         Raises:
             ConfigError: a group has a momentum of 1 or more, or a dampening; nothing has changed.
         """
-        self.restore()  # what a step that raised has left
+        self.undo()  # what a step that raised has left
+        self._former = self._is_new, self._was_dense
         step = self._compressor().step
         arrived = {} if step.flagged else step.arrivals_to_sgd()
         groups: list[tuple[Any, Found]] = []
@@ -88,14 +89,30 @@ class SgdSteps:
                 Buffer(optimizer.state[p]["momentum_buffer"], g, p, own.arrivals, own.loss)
                 for (p, own), g in zip(pairs, added, strict=True)
             ]
-            prepare(buffers, Numbers(momentum, decay))
-            self._prepared.append(([(each.buffer, each.arrivals) for each in buffers], momentum))
+            numbers = Numbers(momentum, decay)
+            prepare(buffers, numbers)
+            self._prepared.append((buffers, numbers, list(map(_versions, buffers))))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Turn the buffers that were prepared back into dense SGD's, after the step."""
-        for pairs, momentum in self._prepared:
-            restore(pairs, momentum)
+        for buffers, numbers, _ in self._prepared:
+            _restore(buffers, numbers)
+        self._prepared.clear()
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Turn the buffers that were prepared back into dense SGD's, if the step has raised.
+
+        A buffer that the step has changed is restored; another one becomes what it was before, to
+        rounding, unless its gradient has been changed since. A fused step does not tell whether it
+        has changed a buffer, and counts as one that has not.
+        """
+        for buffers, numbers, before in self._prepared:
+            pairs = [(b, _versions(b) == old) for b, old in zip(buffers, before, strict=True)]
+            _restore([each for each, is_unused in pairs if not is_unused], numbers)
+            undo([each for each, is_unused in pairs if is_unused], numbers)
+            self._is_new, self._was_dense = self._former
         self._prepared.clear()
 
     def _begin(self, optimizer: Any, found: Found) -> None:
@@ -110,6 +127,14 @@ class SgdSteps:
             if moves and (self._was_dense or float((own.arrivals - arrived).max()) < TINY):
                 own.arrivals.copy_(arrived + (1.0 - RATE))
         self._is_new = self._is_new and not found
+
+
+def _versions(each: Buffer) -> tuple[int, ...]:
+    return versions(each.buffer, each.added)
+
+
+def _restore(buffers: Sequence[Buffer], numbers: Numbers) -> None:
+    restore([(each.buffer, each.arrivals) for each in buffers], numbers.momentum)
 
 
 def _check(optimizer: Any, group: Mapping[str, Any]) -> None:

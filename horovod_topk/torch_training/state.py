@@ -179,6 +179,11 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         super().reset()
         self._drop_step()
 
+    def forget(self) -> None:
+        """As `Attached.forget`."""
+        super().forget()
+        self._drop_step()
+
     # Methods that an adapter calls when gradients are ready.
 
     def _preprocess(self, by: Preprocessing, ordinal: int, gradients: list[Tensor]) -> None:

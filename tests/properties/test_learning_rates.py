@@ -279,7 +279,9 @@ def test_what_is_forgotten_is_in_units_of_no_rate() -> None:
     (gradients,) = gradients_of(1)
     job.step((0.5, 0.5), gradients)
     job.world.ranks[0].reset()
-    assert job.world.ranks[0].state_dict()["rates"] == {}
+    state = job.world.ranks[0].state_dict()
+    assert state["rates"] == {}
+    assert state["largest_rates"] == dict.fromkeys(SIZES, 0.5)
 
 
 def test_state_dicts_without_rates_are_in_units_of_the_next() -> None:

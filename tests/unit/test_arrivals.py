@@ -265,6 +265,22 @@ def test_a_step_that_is_rolled_back_leaves_the_states_alone() -> None:
             assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
+def test_a_reset_drops_what_waits_and_keeps_what_was_learnt() -> None:
+    """Else what the optimizer has still to move would move at once."""
+    world = worlds(NUMPY)
+    for step in range(4):
+        world.step(drawn(3, step))
+    before = {key: saved(world, key) for key in OF_ADAM}
+    for rank in world.ranks:
+        rank.reset()
+    assert not any(each.any() for rank in world.residuals() for each in rank.values())
+    for key, states in before.items():
+        for one, other in zip(states, saved(world, key), strict=True):
+            assert all(np.array_equal(one[name], other[name]) for name in one)
+    world.ranks[0].forget()
+    assert not any(each.any() for key in OF_ADAM for each in saved(world, key)[0].values())
+
+
 def test_a_restarted_run_goes_on_with_the_same_states() -> None:
     one, other = worlds(NUMPY), worlds(NUMPY)
     for step in range(8):
@@ -447,6 +463,31 @@ def test_a_fused_step_that_a_scaler_skips_changes_no_moment() -> None:
     parameter.grad = torch.full((40,), torch.inf)
     optimizer.step()
     assert torch.equal(optimizer.state[parameter]["exp_avg"], before)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_a_step_of_adam_that_raises_before_its_update_leaves_its_moments_as_they_were(
+    kind: Any,
+) -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(8, 5))
+    optimizer = kind([parameter], weight_decay=0.1)
+    phi, c = torch.rand(40) * 0.9 + 0.1, torch.tensor([0.7, 1.4])
+    adam = AdamSteps({parameter: "p"}, lambda: {"p": Arrived(phi, c)})
+    before = torch.zeros(8, 5)
+    for step in range(6):
+        parameter.grad = torch.randn(8, 5) * (torch.rand(8, 5) < 0.5) + 1.0
+        before = optimizer.state[parameter].get("exp_avg", before).clone()
+        adam.prepare(optimizer)
+        if step < 5:
+            optimizer.step()
+            adam.restore()
+    assert float((optimizer.state[parameter]["exp_avg"] - before).norm()) > 0.1
+    adam.undo()
+    after = optimizer.state[parameter]["exp_avg"]
+    is_known = after != 0.0
+    assert is_known.sum() > 30, "some were limited"
+    torch.testing.assert_close(after[is_known], before[is_known], rtol=1e-3, atol=1e-4)
 
 
 def test_a_first_step_that_is_skipped_is_made_later() -> None:

@@ -28,3 +28,14 @@ def test_a_copy_has_the_settings_and_no_optimizer(
     assert type(again) is type(made)
     assert again.config == made.config
     assert not again._living_states()
+
+
+def test_a_deep_copy_has_the_same_scaler() -> None:
+    """A copied one would never hear of a change of the scale."""
+    torch = pytest.importorskip("torch")
+    module = pytest.importorskip("horovod_topk.ddp")
+    scaler = torch.amp.GradScaler("cpu")
+    copied = copy.deepcopy({"compression": module.TopKEF(grad_scaler=scaler)})
+    assert copied["compression"].grad_scaler is scaler
+    both = copy.deepcopy({"scaler": scaler, "compression": module.TopKEF(grad_scaler=scaler)})
+    assert both["compression"].grad_scaler is both["scaler"]

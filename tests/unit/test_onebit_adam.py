@@ -119,6 +119,10 @@ def test_groups_freeze_together_and_sparse_gradients_are_refused() -> None:
     with pytest.raises(ConfigError, match="different freeze_after"):
         OneBitAdam(groups)
     optimizer = OneBitAdam(parameters, freeze_after=1)
+    for refused in ({"freeze_after": 2}, {"eps": -1.0}):
+        with pytest.raises(ConfigError):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], **refused})
+        assert len(optimizer.param_groups) == 1
     parameters[0].grad = torch.sparse_coo_tensor([[0]], [1.0], (2,))
     with pytest.raises(UnsupportedOperationError, match="sparse_as_dense"):
         optimizer.step()

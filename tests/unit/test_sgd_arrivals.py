@@ -39,6 +39,7 @@ class Exchanged:
 
     def __init__(self, numel: int) -> None:
         self.phi, self.loss, self.is_over = torch.zeros(numel), LOSS, False
+        self.steps: Any = None
         self.step = SimpleNamespace(flagged=(), arrivals_to_sgd=self.arrivals)
 
     def arrivals(self) -> dict[str, ArrivedToSgd[Tensor]]:
@@ -54,6 +55,7 @@ def prepared(parameter: Tensor, **settings: Any) -> tuple[Any, Exchanged]:
     own = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY} | settings
     optimizer, exchanged = torch.optim.SGD([parameter], **own), Exchanged(parameter.numel())
     steps: Any = SgdSteps({parameter: "p"}, lambda: exchanged)  # type: ignore[arg-type, return-value]
+    exchanged.steps = steps
     optimizer.register_step_pre_hook(lambda it, *_: steps.prepare(it))
     optimizer.register_step_post_hook(lambda *_: steps.restore())
     return optimizer, exchanged
@@ -117,25 +119,58 @@ def test_a_rare_gradient_moves_its_weight_at_once() -> None:
     assert 0.45 < float(moved.min()) <= float(moved.max()) < 0.6
 
 
-def test_a_step_that_raises_leaves_no_prepared_momentum() -> None:
-    """In the next step it would move weights by 20 learning rates here, and not by 2."""
-    parameter = nn.Parameter(torch.zeros(40))
-    optimizer, exchanged = prepared(parameter, weight_decay=0.0)
-    exchanged.loss = 0.0
+@pytest.mark.parametrize("more", [{}, {"maximize": True}, {"nesterov": True, "weight_decay": 0.0}])
+def test_a_step_that_raises_before_its_update_leaves_the_momentum_as_it_was(
+    more: dict[str, Any],
+) -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(8, 5))
+    optimizer, exchanged = prepared(parameter, **more)
 
     def fail(*_: Any) -> None:
         raise InterruptedError
 
+    def exchange() -> None:
+        gradient = sparse()
+        exchanged.take(gradient)
+        parameter.grad = gradient.view(8, 5)
+
+    for _ in range(5):
+        exchange()
+        optimizer.step()
+    before = optimizer.state[parameter]["momentum_buffer"].clone()
+    weights = parameter.detach().clone()
     last = optimizer.register_step_pre_hook(fail)
-    parameter.grad = torch.ones(40)
-    exchanged.take(parameter.grad)
+    exchange()
     with pytest.raises(InterruptedError):
         optimizer.step()
     last.remove()
-    parameter.grad = torch.zeros(40)
-    exchanged.take(parameter.grad)
-    optimizer.step()
-    assert 2 < float(parameter.detach().abs().max()) / LR < 3
+    assert float((optimizer.state[parameter]["momentum_buffer"] - before).norm()) > 0.1
+    exchanged.steps.undo()
+    torch.testing.assert_close(
+        optimizer.state[parameter]["momentum_buffer"], before, rtol=1e-4, atol=1e-5
+    )
+    assert torch.equal(parameter, weights)
+
+
+def test_a_step_that_raises_after_its_update_has_the_momentum_of_the_next() -> None:
+    torch.manual_seed(0)
+    found = []
+    for raises in (False, True):
+        parameter = nn.Parameter(torch.zeros(40))
+        optimizer, exchanged = prepared(parameter)
+        gradient = torch.arange(40.0) % 3
+        exchanged.take(gradient)
+        parameter.grad = gradient
+        if raises:
+            failing = patch.object(SgdSteps, "restore", side_effect=InterruptedError)
+            with failing, pytest.raises(InterruptedError):
+                optimizer.step()
+            exchanged.steps.undo()
+        else:
+            optimizer.step()
+        found.append(optimizer.state[parameter]["momentum_buffer"])
+    assert torch.equal(*found)
 
 
 def test_the_momentum_of_a_dense_run_is_kept() -> None:
@@ -249,6 +284,7 @@ def test_a_fused_step_has_buffers_of_parameters_that_are_not_compressed() -> Non
     optimizer = torch.optim.SGD([parameter, other], lr=LR, momentum=MOMENTUM, fused=True)
     exchanged = Exchanged(4)
     steps: Any = SgdSteps({parameter: "p"}, lambda: exchanged)  # type: ignore[arg-type, return-value]
+    exchanged.steps = steps
     optimizer.register_step_pre_hook(lambda it, *_: steps.prepare(it))
     exchanged.take(torch.ones(4))
     parameter.grad, other.grad = torch.ones(4), torch.ones(4)

@@ -6,8 +6,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from horovod_topk.core.timing import StepTimer
+from horovod_topk.errors import TensorTooLargeError
 from horovod_topk.torch import collective
 
 
@@ -37,3 +39,11 @@ def test_a_rank_sleeps_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert slow.done == [(7, 3)]
     assert len(pauses) == 2
     assert all(0 < pause <= 1e-3 for pause in pauses)
+
+
+def test_an_allgather_that_horovod_cannot_count_is_refused() -> None:
+    """Its displacements are int32: it would write to wrong addresses."""
+    ranks = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
+    payload = torch.empty(2**29, dtype=torch.uint8, device="meta")
+    with pytest.raises(TensorTooLargeError, match="2147483648 bytes in the allgather w"):
+        collective.HorovodCollective(ranks).allgather(payload, "w")

@@ -30,7 +30,7 @@ Array = TypeVar("Array")
 Given = TypeVar("Given", contravariant=True)
 Received = TypeVar("Received", covariant=True)
 
-LARGEST_SPLIT = 2**31 - 1  # Horovod's splits are int32
+LARGEST_SPLIT = 2**31 - 1  # Horovod counts elements and bytes of a collective in int32
 
 
 class Pending(Protocol[Received]):
@@ -344,6 +344,25 @@ class Over(abc.ABC, Generic[Array]):
 def ring_allreduce_bytes(dense_bytes: int, ranks: int) -> int:
     """Bytes a rank sends in a ring allreduce: 2 (P - 1) / P of the data (Patarasuk, Yuan 2009)."""
     return 2 * (ranks - 1) * dense_bytes // ranks
+
+
+def check_gathered(total: int, name: str) -> None:
+    """Refuse an allgather whose bytes Horovod cannot count: it would write to wrong addresses.
+
+    Args:
+        total: bytes that each rank receives.
+        name: name of the collective.
+
+    Raises:
+        TensorTooLargeError: they are more than 2^31 - 1.
+    """
+    if total > LARGEST_SPLIT:
+        raise TensorTooLargeError(
+            f"each rank receives {total} bytes in the allgather {name}, and Horovod can count "
+            f"{LARGEST_SPLIT}",
+            cure="Send less (a smaller ratio; set_ratio(1.0) and a dense warm-up send all), make "
+            "smaller buckets with groups=, or pass exchange='sharded'",
+        )
 
 
 def check_split(bucket: BucketPlan, size: int, unit: str) -> None:

@@ -45,6 +45,17 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, weight_decay=DECAY, betas=BETAS, fused=True)
 
 
+def heavy_ball(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=DECAY)
+
+
+def moments(optimizer: Any) -> list[Tensor]:
+    """Copies of an optimizer's momenta, as a checkpoint has them."""
+    keys = ("exp_avg", "momentum_buffer")
+    states = optimizer.state_dict()["state"].values()
+    return [state[key].clone() for state in states for key in keys if key in state]
+
+
 def auto(**settings: Any) -> TopKEF:
     return TopKEF(**{"ratio": 0.2, "min_numel": 0, "momentum": "auto"} | settings)
 
@@ -253,3 +264,57 @@ class Stateless(torch.optim.AdamW):
     def __init__(self, parameters: Any, **settings: Any) -> None:
         super().__init__(parameters, **settings)
         self.register_step_post_hook(lambda it, *_: it.state.clear())
+
+
+@pytest.mark.parametrize("make", [heavy_ball, adamw])
+def test_a_step_that_raises_leaves_the_momentum_as_it_was(make: Any) -> None:
+    """A checkpoint that is saved then has dense momenta, and training goes on."""
+    setup = Setup(build=Valley, optimizer=make)
+    task: Any = setup.task()
+    optimizer = setup.distributed(task, auto())
+    for step in range(4):
+        training.ordinary(task, optimizer, step)
+    (before,), weight = moments(optimizer), task.weight.detach().clone()
+    (state,) = optimizer.state.values()
+    key = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+
+    def fail(*_: Any) -> None:
+        if not torch.equal(state[key], before):  # TopKEF has prepared it
+            raise InterruptedError
+
+    failing = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(InterruptedError):
+        training.ordinary(task, optimizer, 4)
+    failing.remove()
+    assert float((state[key] - before).norm()) > 0.01 * float(before.norm())
+    (after,) = moments(optimizer)
+    is_known = (after != 0) | (before == 0)  # Adam's moments at their limit are not
+    assert is_known.float().mean() > 0.9
+    torch.testing.assert_close(after[is_known], before[is_known], rtol=1e-3, atol=1e-4)
+    assert torch.equal(task.weight, weight)
+    for step in range(5, STEPS):
+        training.ordinary(task, optimizer, step)
+    assert_ranks_equal(training.snapshot(task))
+    assert TopKEF.of(optimizer).stats().rolled_back == 1
+
+
+def test_users_hooks_see_dense_momenta_after_a_step() -> None:
+    """Also those that were registered before compression was attached."""
+    seen = list[Tensor]()
+
+    def look(optimizer: Any, *_: Any) -> None:
+        seen.extend(state["momentum_buffer"].clone() for state in optimizer.state.values())
+
+    def watched(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = heavy_ball(parameters)
+        optimizer.register_step_post_hook(look)
+        return optimizer
+
+    setup = Setup(build=Valley, optimizer=watched)
+    task = setup.task()
+    optimizer: Any = setup.distributed(task, auto())
+    if world.CONTROLLER != "torchrun":  # Horovod makes a new optimizer, without the hooks
+        optimizer.register_step_post_hook(look)
+    for step in range(3):
+        training.ordinary(task, optimizer, step)
+        assert torch.equal(seen[-1], *moments(optimizer))
