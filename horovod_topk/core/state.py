@@ -369,11 +369,12 @@ class State(Counting[Array]):
 
     def forget(self) -> None:
         """Set all that the state has to zero; a step under way is abandoned."""
-        self.reset()
+        self.about_to_change()
         for part in self.parts.values():
             part.reset()
         if self.rates is not None:
             self.rates.load({})
+        self.reset()
 
     def residual(self, name: str) -> Array:
         """A copy of one tensor's residual, flat.

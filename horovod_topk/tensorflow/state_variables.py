@@ -123,7 +123,9 @@ class VariableState(State[Array]):
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
         # Whether the last step has sent some elements of a tensor only: 1 or 0, by name.
         self._selects: dict[str, Any] = {}
-        self._begins = apart(lambda: tf.Variable(0.0, False))  # 1 if it is the first one
+        self._begins = apart(lambda: tf.Variable(0.0, False))  # 1 if arrivals begin with it
+        # Number of committed steps when they do, or -1.
+        self._begin_after = apart(lambda: tf.Variable(0, trainable=False, dtype=tf.int64))
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
@@ -175,6 +177,21 @@ class VariableState(State[Array]):
         for part in self.parts.values():
             part.pieces = {n: part.pieces[n] for n in self._names if n in part.pieces}
         self.meet([name for name in variables if name in self.later])
+        self._note_whether_new()
+
+    def has_changed(self) -> None:
+        """`State.has_changed`."""
+        self._note_whether_new()
+
+    def _note_whether_new(self) -> None:
+        """Note whether arrivals of a tensor begin anew: the state that was loaded had none."""
+        part = self.parts.get(METHOD_STATE + ARRIVALS)
+        if self.config.by_arrivals != SGD or part is None:
+            return
+        with tf.init_scope():
+            known = [tf.reduce_any(part.residual(name).value > 0) for name in part.pieces]
+            is_new = not all(map(bool, known))
+            self._begin_after.assign(self.counter.committed if is_new else -1)
 
     def step(
         self,
@@ -284,7 +301,8 @@ class VariableState(State[Array]):
     def _note_selecting(self, plan: Plan) -> None:
         """Assign in a step of SGD which tensors have elements that wait."""
         if self.config.by_arrivals == SGD:
-            self._begins.assign(tf.cast(self.schedule_in_graphs.read() == 0, tf.float32))
+            begins = self.schedule_in_graphs.read() == self._begin_after.read_value()
+            self._begins.assign(tf.cast(begins, tf.float32))
         for bucket in plan.buckets if self.config.by_arrivals == SGD else ():
             found = selecting(plan.config, bucket.gradients)
             for name in (each.spec.name for each in bucket.gradients):

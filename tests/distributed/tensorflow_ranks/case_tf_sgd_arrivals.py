@@ -107,6 +107,25 @@ def test_a_checkpoint_has_the_states(library: Any, tmp_path: Path) -> None:
     assert np.array_equal(run.variable.numpy(), again.variable.numpy())
 
 
+@BOTH
+def test_momentum_without_arrivals_moves_weights_as_slowly_as_with_dense_sgd(library: Any) -> None:
+    """After a checkpoint of an earlier version; else all of it would move at once."""
+    run = Run(library, library.optimizers.SGD, fitted(name="old"), graph=True, momentum=MOMENTUM)
+    for step in range(4):
+        run.take(step)
+    state = TopKEF.of(run.optimizer)
+    saved = {k: v for k, v in state.state_dict().items() if not k.startswith("state.")}
+    state.load_state_dict(saved)
+    assert not run.state("arrivals").any()
+    (slot,) = run.optimizer.variables[-1:] if library is not tf_keras else run.optimizer.momentums
+    slot.assign(np.ones(SHAPE, "f4"))
+    before = run.variable.numpy()
+    run._apply(tf.zeros(SHAPE))
+    moved = run.variable.numpy() - before
+    assert MOMENTUM < np.median(moved) < 1.3 * MOMENTUM, "all at once it would be 10 times that"
+    assert run.state("arrivals").min() > 0.85
+
+
 @pytest.mark.slow
 def test_after_a_fall_back_updates_are_sgds_own() -> None:
     settings: Any = {"guard": Guard(nonfinite=2), "name": "falls"}
