@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ class Moment:
     factors: Tensor  # c of each class
     square: Tensor  # Adam's v before the step
     most: Tensor  # the largest |m'| where v is 1, in the optimizer's units, divided by beta1: []
-    step: Any = None  # number of steps that the optimizer has made: [] or a number
 
 
 @dataclass(frozen=True)

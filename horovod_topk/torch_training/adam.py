@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,22 @@ from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.ops.torch_moments import Moment, Numbers, prepare, undo
 from horovod_topk.torch_training.added import added_by, applies_nothing, versions
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A first moment that was prepared, and what tells whether the step has used it."""
+
+    moment: Moment
+    numbers: Numbers
+    counter: Any  # the optimizer's number of steps: [], it is written
+    count: int  # its value before the step
+    versions: tuple[int, ...]  # of the gradients
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether the step has not used it, and its gradient is the same. Waits for the device."""
+        return float(self.counter) == self.count and self.versions == _versions(self.moment)
 
 
 class AdamSteps:
@@ -42,8 +59,7 @@ class AdamSteps:
         self, names: Mapping[Any, str], arrived: Callable[[], Mapping[str, Arrived[Tensor]]]
     ) -> None:
         self._names, self._arrived = names, arrived
-        # Moments of this step, their numbers, the steps that were made before and `_versions`.
-        self._prepared: list[tuple[Moment, Numbers, int, object]] = []
+        self._prepared: list[_Prepared] = []
 
     @torch.no_grad()
     def prepare(self, optimizer: Any) -> None:
@@ -69,7 +85,10 @@ class AdamSteps:
                 ]
                 numbers = Numbers(beta1, before, now, RATE, LIMIT, beta2)
                 prepare(moments, numbers)
-                self._prepared += [(each, numbers, step, _versions(each)) for each in moments]
+                self._prepared += [
+                    _Prepared(each, numbers, optimizer.state[p]["step"], step, _versions(each))
+                    for p, each in zip(alike, moments, strict=True)
+                ]
 
     def restore(self) -> None:
         """Note that the step has ended: Adam's first moment is the one that was wanted."""
@@ -82,9 +101,9 @@ class AdamSteps:
         Those that the step has not changed become what they were before, to rounding, unless their
         gradient has been changed since; those that were limited become 0.
         """
-        for moment, numbers, step, before in self._prepared:
-            if float(moment.step) == step and _versions(moment) == before:
-                undo([moment], numbers)
+        for each in self._prepared:
+            if each.is_unused:
+                undo([each.moment], each.numbers)
         self._prepared.clear()
 
 
@@ -101,7 +120,7 @@ def _moment(
 ) -> Moment:
     """Return a parameter's first moment, and what it is prepared from."""
     own = state["exp_avg"], added, gradient, arrived.arrivals, arrived.factors
-    return Moment(*own, state["exp_avg_sq"], most, state["step"])
+    return Moment(*own, state["exp_avg_sq"], most)
 
 
 def _largest(parameters: Sequence[Any], unit: float, rate: float | None) -> Sequence[Tensor]:
