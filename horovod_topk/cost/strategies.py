@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from horovod_topk.config import EXCHANGES
+from horovod_topk.config import ADAM, EXCHANGES, SGD
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.cost import powersgd
@@ -16,6 +16,9 @@ from horovod_topk.methods.topk import VALUES, TopK
 
 FLOAT, HALF = 4, 2  # bytes
 CORRECTION = 1.6  # triads per element of momentum correction: docs/kernels.md
+# Triads per element of adapting an optimizer's steps, before sending and after receiving: what
+# docs/benchmarks.md has more than for plain error feedback and the optimizer's dense step.
+ADAPTED = {SGD: (0.2, 7.9), ADAM: (1.1, 6.5)}
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ def all_strategies(
     """Return dense, fp16, PowerSGD, and each of our exchanges with each format of values."""
     strategies = [dense(specs, nodes), half(specs, nodes), low_rank(specs, nodes, rank)]
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
-    if max(nodes.sizes) == 1 or config.momentum:  # equals the allgather, or is refused
+    adapts = config.momentum or config.follows_arrivals
+    if max(nodes.sizes) == 1 or adapts:  # equals the allgather, or is refused or does not adapt
         kinds.remove("hierarchical")
     listed = list(values)
     for kind in kinds:
@@ -215,10 +219,13 @@ def _work(kind: str, bucket: BucketPlan, decoded: int, nodes: Nodes) -> tuple[Wo
     Hierarchical: an owner selects only from its share of its node's sum.
     """
     numel = bucket.numel
-    selection = Work(encoded=numel, triads=CORRECTION * numel if bucket.config.momentum else 0)
+    earlier, later = ADAPTED.get(bucket.config.by_arrivals or "", (0.0, 0.0))
+    earlier += CORRECTION if bucket.config.momentum else 0.0
+    selection, adapting = Work(encoded=numel, triads=earlier * numel), later * numel
     if kind == "allgather":
-        return selection, Work(cleared=numel, decoded=decoded)
+        return selection, Work(cleared=numel, decoded=decoded, triads=adapting)
     if kind == "sharded":
         own = numel / sum(nodes.sizes)
-        return selection, Work(own, numel + own, bucket.entries + decoded)
+        after = Work(own, numel + own, bucket.entries + decoded, triads=adapting)
+        return selection, after
     return Work(triads=numel), Work(numel / nodes.owners, numel, decoded)

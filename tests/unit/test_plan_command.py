@@ -186,11 +186,12 @@ def test_a_picture_of_no_kind(
     assert not captured.out
 
 
-def test_momentum_correction_takes_time_and_no_process_sets(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("option", ["--momentum", "--optimizer=sgd", "--optimizer=adam"])
+def test_momentum_correction_and_adapted_steps_take_time_and_no_process_sets(
+    capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     nodes = ("--ranks", "8", "--local-size", "4", "--values", "int4")
-    plain, corrected = found(capsys, *nodes), found(capsys, *nodes, "--momentum")
+    plain, corrected = found(capsys, *nodes), found(capsys, *nodes, option)
     assert {strategy["exchange"] for strategy in plain["strategies"]} - {
         strategy["exchange"] for strategy in corrected["strategies"]
     } == {"hierarchical"}
@@ -202,7 +203,8 @@ def test_momentum_correction_takes_time_and_no_process_sets(
         ]
         ours = strategy["exchange"] in ("allgather", "sharded")
         assert (strategy["alone"]["kernels"] > before["alone"]["kernels"]) == ours
-        assert strategy["alone"]["exchange"] == before["alone"]["exchange"]
+        same = pytest.approx(before["alone"]["exchange"], rel=0.01)  # Adam's payloads say more
+        assert strategy["alone"]["exchange"] == same
 
 
 @pytest.mark.parametrize(

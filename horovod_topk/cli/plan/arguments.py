@@ -25,6 +25,7 @@ from horovod_topk.core.substitute import parse
 from horovod_topk.cost.machine import Machine, Network
 from horovod_topk.cost.quantities import bits_per_second, seconds
 from horovod_topk.cost.step import FORWARD, Training
+from horovod_topk.cost.strategies import ADAPTED
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.verdict import TOO_COARSE
 from horovod_topk.methods import Method
@@ -116,6 +117,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--momentum",
         action="store_true",
         help="add the time of momentum correction (default: off)",
+    )
+    add(
+        "--optimizer",
+        choices=tuple(ADAPTED),
+        help="add the time of adapting the steps of this optimizer, as the default of TopKEF does "
+        "with SGD with momentum, Adam and AdamW (default: off, plain error feedback)",
     )
     add(
         "--selection",
@@ -238,6 +245,8 @@ def check(args: argparse.Namespace) -> Asked:
         raise ValueError(f"--cores {args.cores:g}: give a number above 0")
     if args.crowd is not None and args.cores is None:
         raise ValueError(f"--crowd {args.crowd}: give --cores too, the cores that they share")
+    if args.momentum and args.optimizer:
+        raise ValueError("--momentum --optimizer: TopKEF does one of the two; give one")
     if set(args.values) == {TOO_COARSE}:
         raise ValueError(
             f"--values {TOO_COARSE}: the verdict never recommends it, because training with it "
@@ -259,6 +268,7 @@ def check(args: argparse.Namespace) -> Asked:
             selection=args.selection,
             min_numel=args.min_numel,
             momentum=MOMENTUM if args.momentum else TopK.momentum,
+            by_arrivals=args.optimizer,
             ratios=parse_ratios(args.ratios),
         ),
         training=Training(compute, args.forward, args.local_size),

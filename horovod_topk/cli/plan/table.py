@@ -31,6 +31,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
         f"{ranks} on {nodes}, ratio {asked.config.ratio:g}"
         + "".join(f", {pattern}={ratio:g}" for pattern, ratio in asked.config.ratios or ())
         + (", momentum corrected" if asked.config.momentum else "")
+        + (f", steps of {asked.config.by_arrivals} adapted" if asked.config.by_arrivals else "")
         + f", {gradients_on(make_plan(asked.specs, asked.config), asked.device)}"
     )
     yield (
@@ -120,6 +121,7 @@ def as_json(
         "ratio": asked.config.ratio,
         "ratios": {str(pattern): ratio for pattern, ratio in asked.config.ratios or ()},
         "momentum corrected": asked.config.momentum > 0,
+        "adapted": asked.config.by_arrivals,
         "machine": asdict(machine),
         "training": asdict(asked.training),
         "strategies": [
