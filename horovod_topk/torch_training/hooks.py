@@ -126,7 +126,6 @@ class Hooks(abc.ABC):
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Check a step before it runs; returns the arguments that the step gets instead."""
-        self._undo()
         self._check_before(optimizer, args, kwargs)
         if self._looks:
             self._of_scaler = warn_of_scaler(type(optimizer).__name__)

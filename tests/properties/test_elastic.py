@@ -64,7 +64,7 @@ class Rank:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.residuals = {name: e.copy() for name, e in state["residuals"].items()}
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         self.residuals = {name: 0 * e for name, e in self.residuals.items()}
 
     def resume(self, clock: Clock, ranks: int) -> None:
