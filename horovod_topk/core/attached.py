@@ -209,7 +209,7 @@ class Attached(Generic[Kept]):
             self._state.reset()
 
     def forget(self) -> None:
-        """As `reset`, and forget all that was learnt too: for ranks that join an elastic job."""
+        """Set the whole state to zero, for ranks that join an elastic job; drop an open step."""
         if self.active:
             self._state.forget()
 

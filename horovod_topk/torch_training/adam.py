@@ -32,7 +32,7 @@ from horovod_topk.torch_training.added import added_by, applies_nothing, version
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A first moment that was prepared, and what tells whether the step has used it."""
+    """A prepared first moment, and what shows whether the optimizer's step has used it."""
 
     moment: Moment
     numbers: Numbers
@@ -42,7 +42,7 @@ class _Prepared:
 
     @property
     def is_unused(self) -> bool:
-        """Whether the step has not used it, and its gradient is the same. Waits for the device."""
+        """Whether no step has used it and its gradient is unchanged. Waits for the device."""
         return float(self.counter) == self.count and self.versions == _versions(self.moment)
 
 
@@ -91,12 +91,12 @@ class AdamSteps:
                 ]
 
     def restore(self) -> None:
-        """Note that the step has ended: Adam's first moment is the one that was wanted."""
+        """Note that the step has ended. Adam's first moments need no change after it."""
         self._prepared.clear()
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Turn first moments that were prepared back into Adam's own, if the step has raised.
+        """After a step that has raised, turn prepared first moments back into Adam's own.
 
         Those that the step has not changed become what they were before, to rounding, unless their
         gradient has been changed since; those that were limited become 0.

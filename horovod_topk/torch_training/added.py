@@ -15,7 +15,7 @@ def applies_nothing(optimizer: Any) -> bool:
 
 
 def versions(*tensors: Tensor) -> tuple[int, ...]:
-    """Return numbers that change when tensors are changed in place by PyTorch."""
+    """Return the counters that PyTorch increases when it writes to these tensors in place."""
     return tuple(tensor._version for tensor in tensors)
 
 

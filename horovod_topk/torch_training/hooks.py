@@ -161,7 +161,7 @@ class Hooks(abc.ABC):
         self._prepared = exchanges
 
     def _undo(self, *_: Any) -> None:
-        """Turn the optimizer's momentum back into what it was before a step that has raised."""
+        """Restore the momentum that the optimizer had before a step that has raised."""
         if self._is_prepared:
             assert self._steps is not None
             self._steps.undo()

@@ -102,11 +102,11 @@ class SgdSteps:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Turn the buffers that were prepared back into dense SGD's, if the step has raised.
+        """After a step that has raised, turn prepared buffers back into dense SGD's.
 
-        A buffer that the step has changed is restored; another one becomes what it was before, to
-        rounding, unless its gradient has been changed since. A fused step does not tell whether it
-        has changed a buffer, and counts as one that has not.
+        A buffer that the step has changed, or whose gradient has been changed since, is restored
+        as after a step. Any other becomes what it was before, to rounding. PyTorch does not count
+        the writes of fused steps, so they count as steps that have changed no buffer.
         """
         for buffers, numbers, before in self._prepared:
             pairs = [(b, _versions(b) == old) for b, old in zip(buffers, before, strict=True)]

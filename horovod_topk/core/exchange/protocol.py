@@ -347,7 +347,9 @@ def ring_allreduce_bytes(dense_bytes: int, ranks: int) -> int:
 
 
 def check_gathered(total: int, name: str) -> None:
-    """Refuse an allgather whose bytes Horovod cannot count: it would write to wrong addresses.
+    """Refuse an allgather of more bytes than Horovod can count.
+
+    Horovod would write them to wrong addresses.
 
     Args:
         total: bytes that each rank receives.
@@ -376,5 +378,6 @@ def check_split(bucket: BucketPlan, size: int, unit: str) -> None:
         raise TensorTooLargeError(
             f"each owner gets {size} {unit} of its bucket, at most {LARGEST_SPLIT} can be sent",
             tensor=largest.name,
-            cure="Split the parameter, start more ranks, or pass exchange='allgather'",
+            cure="Split the parameter or start more ranks; with torch DDP exchange='allgather' has "
+            "no such limit",
         )

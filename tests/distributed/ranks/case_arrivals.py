@@ -268,7 +268,7 @@ class Stateless(torch.optim.AdamW):
 
 @pytest.mark.parametrize("make", [heavy_ball, adamw])
 def test_a_step_that_raises_leaves_the_momentum_as_it_was(make: Any) -> None:
-    """A checkpoint that is saved then has dense momenta, and training goes on."""
+    """A checkpoint saved after the error has dense momenta, and training goes on."""
     setup = Setup(build=Valley, optimizer=make)
     task: Any = setup.task()
     optimizer = setup.distributed(task, auto())
