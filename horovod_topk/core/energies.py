@@ -63,6 +63,11 @@ class Energies(Generic[Array]):
         places = zip(sizes, firsts, strict=True)
         self._shards = [Sample(numel, parts, first) for numel, first in places]
         self._places = tuple(self._place(*each) for each in enumerate(self._positions))
+        wholes = self._states[ARRIVALS].plan.tensors
+        self._whole_places = tuple(
+            (0, wholes[at].start, wholes[at].numel, *each.pick)
+            for at, each in zip(self._positions, self._wholes, strict=True)
+        )
         plans = [arenas.plan for arenas in (*residuals, *owned)]
         # Gradients of which not all elements are sent.
         self._selecting = sorted(
@@ -132,13 +137,17 @@ class Energies(Generic[Array]):
         """
         ops, energy, told = self._ops, self._states[ENERGY], self._states[LOST]
         unit = 1.0 / ranks if self._bucket.reduction == "sum" else 1.0
-        mean: Any = self._sampled(exchanged, self._wholes)
-        if unit != gain:
-            mean = mean * (unit / gain)
-        now = self._by_class(mean * mean, self._wholes, self._whole_scales)
-        self._add(energy, self._fading * energy.residual, now)
-        factors = self._factors(energy.candidate, lost, ranks)
-        ops.assign(self._states[FACTORS].candidate, factors)
+        factors, phi = self._states[FACTORS].candidate, self._states[ARRIVALS].residual
+        each = [exchanged[at] for at in self._positions]
+        pair, numbers = (energy.residual, energy.candidate), (unit / gain, ranks, LEAST)
+        states = self._whole_scales, self._fading, *pair, lost, self._gains, factors
+        if not ops.energies(each, phi, self._whole_places, states, numbers):
+            mean: Any = self._sampled(exchanged, self._wholes)
+            if unit != gain:
+                mean = mean * (unit / gain)
+            now = self._by_class(mean * mean, self._wholes, self._whole_scales)
+            self._add(energy, self._fading * energy.residual, now)
+            ops.assign(factors, self._factors(energy.candidate, lost, ranks))
         for owned in self._owned:
             before, after = self._kept(owned)
             came = self._sampled(exchanged, self._shards) * (1.0 / gain) + after - before

@@ -31,7 +31,10 @@ class Norms(Generic[Array]):
     ) -> None:
         self._bucket, self._states, self._ops = bucket, states, ops
         self._positions = followed(bucket.gradients)
-        self._samples = [Sample(bucket.gradients[at].spec.numel) for at in self._positions]
+        sizes = [bucket.gradients[at].spec.numel for at in self._positions]
+        self._samples = [Sample(numel) for numel in sizes]
+        pairs = zip(sizes, self._samples, strict=True)
+        self._places = tuple((0, 0, numel, *each.pick) for numel, each in pairs)
         self._scales: Any = constants([1.0 / each.share for each in self._samples], bucket, ops)
 
     def limit(self, exchanged: Sequence[Array], gain: float) -> None:
@@ -41,8 +44,17 @@ class Norms(Generic[Array]):
             exchanged: the gradients of all ranks, times `gain`; they are written.
             gain: factor of the exchanged gradients.
         """
-        ops, dtype, means = self._ops, self._bucket.residual_dtype, self._states[NORMS]
         tensors = [exchanged[at] for at in self._positions]
+        means, factors = self._states[NORMS], self._states[FACTORS].candidate
+        pair, numbers = (means.residual, means.candidate), (NORM_RATE, SPIKE)
+        found = tensors, self._places, self._scales, gain, pair, factors, numbers
+        if not self._ops.spikes(*found):
+            self._follow(tensors, gain)
+        self._ops.limit(tensors, factors)
+
+    def _follow(self, tensors: Sequence[Array], gain: float) -> None:
+        """Compute the states of the next step."""
+        ops, dtype, means = self._ops, self._bucket.residual_dtype, self._states[NORMS]
         sampled: Any = ops.blocks(tensors, [each.pick for each in self._samples], dtype)
         if gain != 1.0:
             sampled = sampled * (1.0 / gain)
@@ -61,7 +73,6 @@ class Norms(Generic[Array]):
         is_over: Any = ops.cast(scaled > LIMIT, dtype) * is_known  # |G| overflows
         factors = ((allowed - 1.0) * is_spike + 1.0) * (is_over * -1.0 + 1.0) + is_over * TINY
         ops.assign(self._states[FACTORS].candidate, factors)
-        ops.limit(tensors, self._states[FACTORS].candidate)
 
     def swap(self) -> None:
         """Make the states of the next step the present ones."""

@@ -122,7 +122,9 @@ class Rates:
             self._before, self._committed = dict(self.units), committed
         factors = dict[str, float]()
         for name, rate in self._now().items():
-            unit = max(rate, self._fall(name) * self._before.get(name, 0.0))
+            unit, before = rate, self._before.get(name, 0.0)
+            if not rate >= before:
+                unit = max(rate, self._fall(name) * before)
             if rate > 0.0 and is_unit(unit):
                 now = self.units.get(name, unit)
                 self.units[name] = unit

@@ -83,6 +83,12 @@ class NumpyOps(FactorVerbs):
     def lost(self, *arrays: Any) -> None:
         return None
 
+    def energies(self, *arrays: Any) -> bool:
+        return False
+
+    def spikes(self, *arrays: Any) -> bool:
+        return False
+
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
         u, lost = velocity[index], velocity.dtype.type(loss)
         if sums is not None:

@@ -246,7 +246,7 @@ class Ops(Protocol[Array]):
         arrivals: Array,
         places: tuple[Place, ...],
     ) -> Array | None:
-        """The energy that error feedback takes away in samples, as `core.following` defines it.
+        """The energy that error feedback takes away in samples, as `core.energies` defines it.
 
         Args:
             gradients: of any shape; the other arrays are flat, with all tensors one after another.
@@ -259,6 +259,57 @@ class Ops(Protocol[Array]):
         Returns:
             float64, flat: for each tensor a sum over elements with phi > 1/2, then for each tensor
             a sum over the others. None: there is no kernel for these arrays.
+        """
+        ...
+
+    def energies(
+        self,
+        gradients: Sequence[Array],
+        arrivals: Array,
+        places: tuple[Place, ...],
+        states: Sequence[Array],
+        numbers: tuple[float, float, float],
+    ) -> bool:
+        """Compute in a kernel what `core.energies` does once gradients are exchanged.
+
+        Args:
+            gradients: of any shape.
+            arrivals: phi of all elements.
+            places: where samples are.
+            states: arrays with two numbers for each gradient: what sums of squares of samples are
+                multiplied by, first those of one class; then of both classes in turn, what E
+                fades by, E, E' to be written, D", the largest share of E that counts as gained,
+                and c to be written.
+            numbers: what gradients are multiplied by, the number of ranks, and the least c.
+
+        Returns:
+            Whether there is a kernel; if not, nothing is written.
+        """
+        ...
+
+    def spikes(
+        self,
+        gradients: Sequence[Array],
+        places: tuple[Place, ...],
+        scales: Array,
+        gain: float,
+        means: tuple[Array, Array],
+        factors: Array,
+        numbers: tuple[float, float],
+    ) -> bool:
+        """Compute in a kernel what `core.norms` says of gradients that are suddenly large.
+
+        Args:
+            gradients: of any shape; other arrays have a number for each.
+            places: where samples are.
+            scales: what sums of squares of samples are multiplied by.
+            gain: what gradients are divided by.
+            means: means of norms before the step, and an array to write those after it to.
+            factors: an array to write the factors of gradients to.
+            numbers: weight of the present step in the means, and the largest norm over the mean.
+
+        Returns:
+            Whether there is a kernel; if not, nothing is written.
         """
         ...
 

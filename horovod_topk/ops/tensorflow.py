@@ -230,6 +230,12 @@ class TensorFlowOps(FactorVerbs):
     def lost(self, *arrays: Any) -> None:
         return None
 
+    def energies(self, *arrays: Any) -> bool:
+        return False
+
+    def spikes(self, *arrays: Any) -> bool:
+        return False
+
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
         u, lost = tf.gather(velocity.value, index.value), _scalar(loss, velocity.dtype)
         if sums is not None:

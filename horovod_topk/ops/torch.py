@@ -13,6 +13,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -130,7 +131,10 @@ class TorchOps(FactorVerbs):
         library.topkef_update_velocity(*places, *size, torch.get_num_threads())
 
     def follow(self, mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) -> None:
-        library = self._library(mean.device.type)
+        library, ours = self._library(mean.device.type), self._lists(mean.device)
+        if ours is not None and ours.fit(gradients, [mean, out]):
+            ours.follow(mean, rate, gradients, out)
+            return
         if library is None or any(gradient.dtype != mean.dtype for gradient in gradients):
             torch.mul(mean, 1.0 - rate, out=out)
             out.add_(lists.flat(gradients).ne(0).to(out.dtype), alpha=rate)
@@ -152,6 +156,10 @@ class TorchOps(FactorVerbs):
         arrivals: Tensor,
         places: tuple[Place, ...],
     ) -> Tensor | None:
+        ours = self._lists(arrivals.device)
+        if ours is not None and not factors and ours.fit(gradients, [arrivals, before, after]):
+            found: Tensor = ours.lost(gradients, before, after, arrivals, places)
+            return found
         library = self._library(arrivals.device.type)
         if library is None or any(g.dtype != arrivals.dtype for g in gradients):
             return None
@@ -163,6 +171,36 @@ class TorchOps(FactorVerbs):
         given = native.addresses([gradient.data_ptr() for gradient in packed])
         library.topkef_lost(given, *arenas, *size, torch.get_num_threads(), out.data_ptr())
         return out
+
+    def energies(
+        self,
+        gradients: Sequence[Tensor],
+        arrivals: Tensor,
+        places: tuple[Place, ...],
+        states: Sequence[Tensor],
+        numbers: tuple[float, float, float],
+    ) -> bool:
+        ours = self._lists(arrivals.device)
+        if ours is None or not ours.fit(gradients, [arrivals, *states]):
+            return False
+        ours.energies(gradients, arrivals, places, states, numbers)
+        return True
+
+    def spikes(
+        self,
+        gradients: Sequence[Tensor],
+        places: tuple[Place, ...],
+        scales: Tensor,
+        gain: float,
+        means: tuple[Tensor, Tensor],
+        factors: Tensor,
+        numbers: tuple[float, float],
+    ) -> bool:
+        ours = self._lists(scales.device)
+        if ours is None or not ours.fit(gradients, [scales, factors, *means]):
+            return False
+        ours.spikes(gradients, places, scales, gain, means, factors, numbers)
+        return True
 
     def damp(self, velocity: Tensor, index: Tensor, sums: Tensor | None, loss: float) -> None:
         u = velocity[index]
@@ -320,6 +358,10 @@ class TorchOps(FactorVerbs):
         return torch.where(by != 0, array / by, 0.0)
 
     def limit(self, arrays: Sequence[Tensor], factors: Tensor) -> None:
+        ours = self._lists(factors.device)
+        if ours is not None and ours.fit(arrays, [factors]):
+            ours.limit(arrays, factors)
+            return
         if factors.device.type != "cpu":  # their values would wait for the device
             lists.multiply(arrays, lists.spread(factors.clamp(max=1.0), arrays))
             return
@@ -497,6 +539,10 @@ class TorchOps(FactorVerbs):
     def _library(self, device: str) -> native.Library | None:
         """The kernel library for arrays on a device; None: use torch's own operations."""
         return native.find().library if self._use_kernels and device == "cpu" else None
+
+    def _lists(self, device: torch.device) -> ModuleType | None:
+        """The Triton kernels for lists of tensors on a device; None: use torch's operations."""
+        return triton.for_lists(device.type) if self._use_kernels else None
 
     def ternary(self, device: str) -> CpuTernary | None:
         library = self._library(device)

@@ -45,6 +45,8 @@ def prepare(buffers: Sequence[Buffer], numbers: Numbers) -> None:
             library.topkef_prepare_buffer(*places, ctypes.addressof(sgd), *_size(each.buffer))
         else:
             rest.append(each)
+    if _prepare_at_once(rest, numbers):
+        return
     for chunk in lists.chunks(rest, lambda each: each.buffer, _kind):
         _prepare_by_torch(chunk, numbers)
 
@@ -63,6 +65,11 @@ def restore(prepared: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
             library.topkef_restore_buffer(*places, momentum, *_size(buffer))
         else:
             rest.append((buffer, arrivals))
+    both = [[buffer for buffer, _ in rest], [phi for _, phi in rest]]
+    ours = lists.kernels(*both)
+    if ours is not None:
+        ours.restore_buffers(*both, momentum)
+        return
     for chunk in lists.chunks(rest, lambda pair: pair[0], lambda pair: pair[1].dtype):
         _restore_by_torch(chunk, momentum)
 
@@ -104,6 +111,21 @@ def _fit(tensors: Sequence[Tensor]) -> bool:
 def _kind(each: Buffer) -> tuple[torch.dtype, float]:
     """Return what the buffers of a chunk have in common, beside their own device and dtype."""
     return each.arrivals.dtype, each.loss
+
+
+def _prepare_at_once(buffers: Sequence[Buffer], numbers: Numbers) -> bool:
+    """Prepare buffers in one launch; return whether there is a kernel for them."""
+    found = [
+        [each.buffer for each in buffers],
+        [each.added for each in buffers],
+        [each.parameter.detach() for each in buffers],
+        [each.arrivals for each in buffers],
+    ]
+    ours = lists.kernels(*found)
+    if ours is not None:
+        losses = [each.loss for each in buffers]
+        ours.prepare_buffers(found, losses, numbers.momentum, numbers.decay)
+    return ours is not None
 
 
 def _prepare_by_torch(chunk: Sequence[Buffer], numbers: Numbers) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from horovod_topk.kernels import triton
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.protocol import Pick
 
@@ -22,6 +24,14 @@ CACHED = 1 << 16  # the same on a CPU, in whose cache the copies are then
 Item = TypeVar("Item")
 
 _verbs: Any = torch  # operations on lists of tensors have no annotations
+
+
+def kernels(*tensors: Sequence[Tensor]) -> ModuleType | None:
+    """Return the module of kernels that can compute with these lists; None if there is none."""
+    if not tensors[0]:
+        return None
+    ours = triton.for_lists(tensors[0][0].device.type)
+    return ours if ours is not None and ours.fit(*tensors) else None
 
 
 def chunks(

@@ -49,6 +49,8 @@ def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
             _by_kernel(library, each, numbers)
         else:
             rest.append(each)
+    if _at_once(rest, numbers):
+        return
     for chunk in lists.chunks(rest, lambda each: each.moment, lambda each: each.arrivals.dtype):
         _by_torch(chunk, numbers)
 
@@ -106,6 +108,19 @@ def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
     size = each.moment.numel(), each.moment.element_size(), torch.get_num_threads()
     if each.moment.numel():
         library.topkef_prepare_moment(*places, ctypes.addressof(adam), *size)
+
+
+def _at_once(moments: Sequence[Moment], numbers: Numbers) -> bool:
+    """Prepare moments in one launch; return whether there is a kernel for them."""
+    names = "moment", "added", "gradient", "arrivals", "square", "factors", "most"
+    found = [[getattr(each, name) for each in moments] for name in names]
+    ours = lists.kernels(*found)
+    if ours is not None:
+        beta1, before, now = numbers.beta1, numbers.before, numbers.now
+        weights = beta1, now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
+        beta2 = numbers.beta2, 1.0 - numbers.beta2
+        ours.prepare_moments(found, (*weights, numbers.rate, numbers.limit, *beta2))
+    return ours is not None
 
 
 def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -52,10 +52,10 @@ SMALL = Geometry(
 KINDS = ("float32", "float16", "bfloat16")
 
 
-def run_cases(names: str, tier: str, **environment: str) -> None:
+def run_cases(names: str, tier: str, path: str = __file__, **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300"]
     done = subprocess.run(
-        [*command, f"--tier={tier}", "-o", f"python_functions={names}", __file__],
+        [*command, f"--tier={tier}", "-o", f"python_functions={names}", path],
         env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "0", **environment},
         capture_output=True,
         text=True,
@@ -516,8 +516,10 @@ POINTERS = {
 NUMBERS = ("tiles", "ranks", "payload_bytes", "flags_at", "runs", "tensors", "crowd")
 
 
-def compiled(kernel: Any, warps: int, **constants: Any) -> str:
-    """PTX of a kernel for an H100 or H200."""
+def compiled(
+    kernel: Any, warps: int, types: Mapping[str, str] | None = None, **constants: Any
+) -> str:
+    """PTX of a kernel for an H100 or H200. types: those of its arguments; None: the usual ones."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -526,6 +528,8 @@ def compiled(kernel: Any, warps: int, **constants: Any) -> str:
     for name in kernel.arg_names:
         scalar = "fp32" if name == "scale" else "i32" if name in NUMBERS else None
         signature[name] = scalar or f"*{POINTERS.get(name, 'i32')}"
+        if types is not None:
+            signature[name] = types.get(name, "fp32")
         if name in constants:
             signature[name] = "constexpr"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)

@@ -2,10 +2,11 @@
 
 An encode has four passes, a file each: `stream` adds gradients to residuals, `narrow` brackets each
 tensor's threshold, `scatter` finds it and writes indices, and `pack` encodes values. `weigh` comes
-first if entries are selected by Adam's mean squares. `locate` and `gather` decode.
+first if entries are selected by Adam's mean squares. `locate` and `gather` decode. Results have the
+same bits as those of `horovod_topk.ops`, except the bits of NaNs. `lists` launches what adapts the
+optimizer's steps to the exchange.
 
-Importing this package imports neither Triton nor torch; `TritonBucket` is in `.bucket`. Results
-have the same bits as those of `horovod_topk.ops`, except the bits of NaNs.
+Importing this package imports neither Triton nor torch; `TritonBucket` is in `.bucket`.
 
 Reference: Triton, https://triton-lang.org. TRITON_INTERPRET=1, set before Triton is imported, runs
 the same kernels on the CPU, slowly: for tests.
@@ -13,9 +14,12 @@ the same kernels on the CPU, slowly: for tests.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
+from types import ModuleType
 
 from horovod_topk.kernels.triton.tables import AS_IS, FLOAT32, HEAD, PACKED, SHARE, SIGN
 
@@ -37,6 +41,14 @@ def unavailable(device: str) -> str | None:
     if kind == "cuda" or (kind == "cpu" and interpreted):
         return None
     return f"the Triton kernels do not run on {device}"
+
+
+@functools.cache
+def for_lists(kind: str) -> ModuleType | None:
+    """The module of kernels for lists of tensors on a kind of device; None if it has none."""
+    if kind != "cuda" or unavailable(kind) is not None:
+        return None
+    return importlib.import_module("horovod_topk.kernels.triton.lists")
 
 
 def _unfit(recipe: Sequence[int]) -> str | None:

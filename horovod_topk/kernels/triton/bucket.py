@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from horovod_topk.kernels.triton.gather import gather, locate
-from horovod_topk.kernels.triton.memory import Addresses, is_packed, packed, scratch
+from horovod_topk.kernels.triton.launching import FEW, MANY, launch, on
+from horovod_topk.kernels.triton.memory import Addresses, current_stream, is_packed, packed, scratch
 from horovod_topk.kernels.triton.narrow import COUNTS, narrow
 from horovod_topk.kernels.triton.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.pack import pack
@@ -22,9 +22,6 @@ from horovod_topk.kernels.triton.weigh import weigh
 
 _LOCATE_LANES = 128
 _ENTRY_LANES = 128  # entries of one rank added at once
-# Sums and products are rounded separately, as in `Ops`: a fused multiply-add rounds once.
-_FEW = {"num_warps": 4, "enable_fp_fusion": False}
-_MANY = {"num_warps": 16, "enable_fp_fusion": False}
 
 
 class TritonBucket:
@@ -56,6 +53,7 @@ class TritonBucket:
         self._sources = Addresses(self._head.tensors, self._device)
         self._squares = Addresses(self._head.tensors, self._device)
         self._targets = Addresses(self._head.tensors, self._device)
+        self._stream_number = 0
 
     def encode(
         self,
@@ -73,7 +71,8 @@ class TritonBucket:
         """
         flat = [packed(gradient) for gradient in gradients]
         weighing = [None if each is None else packed(each) for each in squares]
-        with _on(self._device):
+        with on(self._device):
+            self._stream_number = current_stream(self._device)
             addresses, chunks = self._sources.point_to(flat), self._chunk_scratch()
             products = candidate
             if weighing:
@@ -97,7 +96,8 @@ class TritonBucket:
             g if is_packed(g) else torch.empty(g.shape, dtype=g.dtype, device=g.device)
             for g in gradients
         ]
-        with _on(self._device):
+        with on(self._device):
+            self._stream_number = current_stream(self._device)
             self._gather(gathered, scale, self._targets.point_to(written))
             for gradient, result in zip(gradients, written, strict=True):
                 if result is not gradient:
@@ -108,7 +108,7 @@ class TritonBucket:
         return torch.tensor(values or [0], dtype=dtype, device=self._device)
 
     def _take(self, name: str, numel: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return scratch(name, numel, dtype, self._device)
+        return scratch(name, numel, dtype, self._device, self._stream_number)
 
     def _chunk_scratch(self) -> tuple[Tensor, Tensor, Tensor]:
         """Scratch memory of the first two passes: stats, slots and histograms."""
@@ -134,7 +134,7 @@ class TritonBucket:
             return None
         addresses = self._squares.point_to(squares)
         leasts = self._take("leasts", self._head.tensors)
-        _launch(weigh, (self._head.tensors,), self._rows, addresses, leasts, **_FEW)
+        launch(weigh, (self._head.tensors,), self._rows, addresses, leasts, **FEW)
         return addresses, leasts
 
     def _stream(
@@ -148,39 +148,39 @@ class TritonBucket:
     ) -> None:
         geometry, programs = self._tables.geometry, len(self._tables.chunk_owners)
         if programs:
-            _launch(stream, (programs,),
+            launch(stream, (programs,),
                 self._rows, self._chunk_owners, addresses, *(weights or (addresses, self._carried)),
                 self._carried, residual, candidate, products, *chunks, KIND=self._tables.kind,
                 WEIGHS=weights is not None, TILE=geometry.tile, CHUNK=geometry.chunk,
-                SLOT=geometry.slot, **_FEW,
+                SLOT=geometry.slot, **FEW,
             )  # fmt: skip
 
     def _narrow(self, products: Tensor, payload: Tensor, chunks: Any, runs: Any) -> None:
         tables, geometry = self._tables, self._tables.geometry
         programs = len(tables.run_owners)
         flags = payload[self._head.flags_at :]
-        _launch(narrow, (programs + -(-self._head.tensors // 8),),
+        launch(narrow, (programs + -(-self._head.tensors // 8),),
             self._rows, self._chunk_owners, self._run_owners, self._carried, products, flags,
             *chunks, *runs, programs, self._head.tensors, geometry.crowd, CHUNK=geometry.chunk,
             SLOT=geometry.slot, RUN_CHUNKS=tables.run_chunks,
             CHUNKS_ROOM=power_of_two(tables.run_chunks), ROOM=tables.run_slot,
-            LANES=geometry.lanes, SAMPLE=2 * geometry.sample, **_MANY,
+            LANES=geometry.lanes, SAMPLE=2 * geometry.sample, **MANY,
         )  # fmt: skip
 
     def _scatter(self, products: Tensor, payload: Tensor, runs: Any) -> None:
         tables, programs = self._tables, len(self._tables.run_owners)
         if programs:
-            _launch(scatter, (programs,),
+            launch(scatter, (programs,),
                 self._rows, self._run_owners, self._carried, products, payload, *runs,
-                RUN=tables.run, ROOM=tables.run_slot, LANES=tables.geometry.lanes, **_MANY,
+                RUN=tables.run, ROOM=tables.run_slot, LANES=tables.geometry.lanes, **MANY,
             )  # fmt: skip
 
     def _pack(self, candidate: Tensor, payload: Tensor) -> None:
         tables, programs = self._tables, len(self._tables.parcel_owners)
         if programs:
-            _launch(pack, (programs,),
+            launch(pack, (programs,),
                 self._rows, self._parcel_owners, candidate, payload, VALUES=self._head.values,
-                BLOCK=tables.block, ROWS=tables.parcel_rows, **_FEW,
+                BLOCK=tables.block, ROWS=tables.parcel_rows, **FEW,
             )  # fmt: skip
 
     def _gather(self, gathered: Tensor, scale: float, addresses: Tensor) -> None:
@@ -190,23 +190,19 @@ class TritonBucket:
             return
         begins = self._take("begins", ranks * tiles)
         if tables.most_entries:
-            _launch(locate, (-(-tiles // _LOCATE_LANES), ranks),
+            launch(locate, (-(-tiles // _LOCATE_LANES), ranks),
                 self._rows, self._tile_owners, gathered, begins, tiles, head.payload_bytes,
                 STEPS=tables.most_entries.bit_length(), OUTPUT=geometry.output,
-                LANES=_LOCATE_LANES, **_FEW,
+                LANES=_LOCATE_LANES, **FEW,
             )  # fmt: skip
         programs = min(tiles, geometry.programs * geometry.writers)
         rows = self._take("rows", programs * geometry.output, torch.float32)
-        _launch(gather, (programs,),
+        launch(gather, (programs,),
             self._rows, self._tile_owners, addresses, gathered, begins, rows, tiles, ranks,
             head.payload_bytes, head.flags_at, scale, KIND=tables.kind, VALUES=head.values,
             RANKS_ROOM=power_of_two(ranks), OUTPUT=geometry.output, BLOCK=geometry.block,
-            LANES=_ENTRY_LANES, **_FEW,
+            LANES=_ENTRY_LANES, **FEW,
         )  # fmt: skip
-
-
-def _launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    kernel[programs](*arguments, **constants)
 
 
 def suited(device: torch.device) -> Geometry:
@@ -222,8 +218,3 @@ def _resolved(device: str) -> torch.device:
     if device == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return resolved
-
-
-def _on(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which `device` is the current CUDA device, on which Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

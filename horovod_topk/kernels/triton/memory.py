@@ -10,7 +10,12 @@ from torch import Tensor
 _scratch: dict[tuple[str, torch.device, int], Tensor] = {}
 
 
-def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def current_stream(device: torch.device) -> int:
+    """Return the number of a device's current stream; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
     """At least `numel` elements with any content, shared by all buckets on a stream.
 
     Kernels on one stream run one after another, and none keeps data in it for a later call. While a
@@ -18,7 +23,6 @@ def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> 
     """
     if capturing(device):
         return torch.empty(max(1, numel), dtype=dtype, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     found = _scratch.get((name, device, stream))
     if found is None or found.numel() < numel:
         found = torch.empty(max(1, numel), dtype=dtype, device=device)
@@ -57,7 +61,10 @@ class Addresses:
 
     def point_to(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the array of addresses of contiguous tensors on its device; 0 for None."""
-        addresses = [0 if each is None else each.data_ptr() for each in tensors]
+        return self.store([0 if each is None else each.data_ptr() for each in tensors])
+
+    def store(self, addresses: list[int]) -> Tensor:
+        """Return an array of these numbers on its device."""
         recorded = capturing(self._array.device)
         if addresses == self._latest:
             self._in_graph |= recorded

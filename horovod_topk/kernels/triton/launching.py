@@ -1,0 +1,23 @@
+"""How kernels are launched: without a wait, on the current stream of a device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+# Sums and products are rounded separately, as in `Ops`: a fused multiply-add rounds once.
+FEW: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+SOME: dict[str, Any] = {**FEW, "num_warps": 8}
+MANY: dict[str, Any] = {**FEW, "num_warps": 16}
+
+
+def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel's programs."""
+    kernel[programs](*arguments, **constants)
+
+
+def on(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which `device` is the current CUDA device, on which Triton launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

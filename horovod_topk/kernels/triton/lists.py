@@ -1,0 +1,210 @@
+"""Launches kernels that compute with lists of tensors: one launch for all tensors of a list."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from horovod_topk.kernels.triton import elements, samples
+from horovod_topk.kernels.triton.launching import FEW, SOME, launch, on
+from horovod_topk.kernels.triton.memory import Addresses, current_stream
+
+BLOCK = int(elements.BLOCK)
+MOST = 256  # arrays of addresses that are kept for lists of equal sizes
+Place = tuple[int, int, int, int, int, int]  # as in `horovod_topk.ops.protocol`
+
+
+def fit(*lists: Sequence[Tensor]) -> bool:
+    """Whether all tensors are float32 on one GPU, in row-major order, as kernels need them."""
+    device = lists[0][0].get_device()
+    for tensors in lists:  # a loop, as it runs for each tensor in each step
+        for tensor in tensors:
+            if tensor.dtype is not torch.float32 or tensor.get_device() != device:
+                return False
+            if not tensor.is_contiguous() or tensor.is_neg():
+                return False
+    return True
+
+
+def follow(mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) -> None:
+    """`horovod_topk.ops.protocol.Ops.follow`, of tensors that `fit`."""
+    layout = _layout_of(gradients)
+    with on(mean.device):
+        given = layout.point_to("follow", gradients)
+        layout.launch(elements.follow, given, mean, out, 1.0 - rate, rate)
+
+
+def limit(arrays: Sequence[Tensor], factors: Tensor) -> None:
+    """`horovod_topk.ops.protocol.Ops.limit`, of tensors that `fit`."""
+    layout = _layout_of(arrays)
+    with on(factors.device):
+        layout.launch(elements.limit, layout.point_to("limit", arrays), factors)
+
+
+def lost(
+    gradients: Sequence[Tensor],
+    before: Tensor,
+    after: Tensor,
+    arrivals: Tensor,
+    places: tuple[Place, ...],
+) -> Tensor:
+    """`horovod_topk.ops.protocol.Ops.lost` of tensors that `fit`, without factors."""
+    table, count = _places(places, arrivals.device), len(places)
+    out = torch.empty(2 * count, dtype=torch.float64, device=arrivals.device)
+    with on(arrivals.device):
+        given = table.point_to("lost", gradients)
+        arrays = table.array, given, before, after, arrivals, out
+        launch(samples.lost, (count,), *arrays, count, **SOME)
+    return out
+
+
+def energies(
+    gradients: Sequence[Tensor],
+    arrivals: Tensor,
+    places: tuple[Place, ...],
+    states: Sequence[Tensor],
+    numbers: tuple[float, float, float],
+) -> None:
+    """`horovod_topk.ops.protocol.Ops.energies`, of tensors that `fit`."""
+    table, (factor, ranks, least) = _places(places, arrivals.device), numbers
+    with on(arrivals.device):
+        arrays = table.array, table.point_to("energies", gradients), arrivals, *states
+        each = factor * factor, 0.5 / ranks, least * least - 1.0
+        launch(samples.energies, (len(places),), *arrays, *each, **SOME)
+
+
+def spikes(
+    gradients: Sequence[Tensor],
+    places: tuple[Place, ...],
+    scales: Tensor,
+    gain: float,
+    means: tuple[Tensor, Tensor],
+    factors: Tensor,
+    numbers: tuple[float, float],
+) -> None:
+    """`horovod_topk.ops.protocol.Ops.spikes`, of tensors that `fit`."""
+    table, (rate, spike) = _places(places, scales.device), numbers
+    with on(scales.device):
+        given = table.point_to("spikes", gradients)
+        arrays = table.array, given, scales, *means, factors
+        launch(samples.spikes, (len(places),), *arrays, 1.0 / gain, rate - 1.0, spike, **SOME)
+
+
+def prepare_buffers(
+    lists: Sequence[Sequence[Tensor]], losses: Sequence[float], momentum: float, decay: float
+) -> None:
+    """Prepare SGD's momentum buffers for its own update, as `horovod_topk.ops.torch_buffers`.
+
+    Args:
+        lists: buffers, gradients as SGD adds them, parameters and arrivals, which `fit`.
+        losses: what an element of each tensor that always arrives loses.
+        momentum, decay: the optimizer's.
+    """
+    layout = _layout_of(lists[0])
+    with on(lists[0][0].device):
+        given = [
+            layout.point_to(name, tensors)
+            for name, tensors in zip(("buffers", "added", "parameters", "phi"), lists, strict=True)
+        ]
+        bits = layout.store("losses", [_bits(loss) for loss in losses])
+        numbers = momentum, 1.0 - momentum, decay
+        layout.launch(elements.prepare_buffer, *given, bits, *numbers, DECAYS=decay != 0.0)
+
+
+def restore_buffers(buffers: Sequence[Tensor], arrivals: Sequence[Tensor], momentum: float) -> None:
+    """Turn prepared buffers, after the update, back into dense SGD's."""
+    layout = _layout_of(buffers)
+    with on(buffers[0].device):
+        given = layout.point_to("buffers", buffers), layout.point_to("phi", arrivals)
+        layout.launch(elements.restore_buffer, *given, momentum, (1.0 - momentum) / momentum)
+
+
+def prepare_moments(lists: Sequence[Sequence[Tensor]], numbers: Sequence[float]) -> None:
+    """Prepare Adam's first moments for its own update, as `horovod_topk.ops.torch_moments`.
+
+    Args:
+        lists: moments, gradients as Adam adds them, exchanged gradients, arrivals, mean squares,
+            factors of both classes, and the most that |m'| may be where v is 1; they `fit`.
+        numbers: those of `horovod_topk.kernels.triton.elements.prepare_moment`, in its order.
+    """
+    layout = _layout_of(lists[0])
+    names = "moments", "added", "gradients", "phi", "squares", "factors", "most"
+    with on(lists[0][0].device):
+        given = [layout.point_to(*each) for each in zip(names, lists, strict=True)]
+        layout.launch(elements.prepare_moment, *given, *numbers)
+
+
+class _Memory:
+    """Addresses of lists of tensors on their device."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count, self._device = count, device
+        self._known: dict[Hashable, Addresses] = {}
+
+    def point_to(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the array of addresses of tensors."""
+        return self.store(name, [tensor.data_ptr() for tensor in tensors])
+
+    def store(self, name: str, numbers: list[int]) -> Tensor:
+        """Return an array of int64 numbers.
+
+        Lists of equal sizes, as of a transformer's layers, have an array each, and streams too.
+        """
+        key = name, current_stream(self._device), numbers[0]
+        if key not in self._known:
+            if len(self._known) >= MOST:
+                self._known.clear()
+            self._known[key] = Addresses(self._count, self._device)
+        return self._known[key].store(numbers)
+
+
+class _Layout(_Memory):
+    """How a list of tensors is divided into blocks."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        super().__init__(len(sizes), device)
+        rows, owners, start = list[int](), list[int](), 0
+        for position, numel in enumerate(sizes):
+            rows += [numel, start, len(owners)]
+            owners += [position] * -(-numel // BLOCK)
+            start += numel
+        self._programs = len(owners)
+        self._table = torch.tensor(rows, device=device)
+        self._owners = torch.tensor(owners or [0], dtype=torch.int32, device=device)
+
+    def launch(self, kernel: object, *arguments: object, **constants: object) -> None:
+        """Launch one program for each block."""
+        if self._programs:
+            both = self._table, self._owners
+            launch(kernel, (self._programs,), *both, *arguments, **constants, **FEW)
+
+
+class _Places(_Memory):
+    """Where samples of a list of tensors are."""
+
+    def __init__(self, places: Sequence[Place], device: torch.device) -> None:
+        super().__init__(len(places), device)
+        self.array = torch.tensor(places, device=device).flatten()
+
+
+def _layout_of(tensors: Sequence[Tensor]) -> _Layout:
+    return _layout(tuple(tensor.numel() for tensor in tensors), tensors[0].device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(sizes: tuple[int, ...], device: torch.device) -> _Layout:
+    return _Layout(sizes, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(places: tuple[Place, ...], device: torch.device) -> _Places:
+    return _Places(places, device)
+
+
+def _bits(number: float) -> int:
+    """Return the bits of a float32."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])

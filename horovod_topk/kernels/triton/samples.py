@@ -1,0 +1,179 @@
+# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
+# ruff: noqa: N803
+"""Kernels that add up squares of samples of a list of tensors, one program for each tensor.
+
+A sample is every so many blocks of a shard; see `horovod_topk.ops.protocol.Ops.blocks`. Sums are
+float64, in an order that depends on the sample alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from horovod_topk.kernels.triton.elements import pointers, quotient
+from horovod_topk.ops import coding
+
+BLOCK = tl.constexpr(coding.SHARD_BLOCK)
+ROWS = tl.constexpr(16)  # blocks added at once
+COLUMNS = tl.constexpr(6)  # numbers of a `Place`
+OFTEN = tl.constexpr(0.5)  # phi of elements that arrive often is above this
+LARGEST = tl.constexpr(coding.LIMIT)
+TINY = tl.constexpr(2.0**-100)
+
+
+@triton.jit
+def place(
+    table: tl.tensor, t: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return numel, shards, first, parts of a tensor's sample, and its number of blocks."""
+    row = table + t * COLUMNS
+    numel, shards, first = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    parts, blocks = tl.load(row + 5), (numel + BLOCK - 1) // BLOCK
+    own = tl.maximum(blocks - first + shards - 1, 0) // shards
+    return numel, shards, first, parts, (own + parts - 1) // parts
+
+
+@triton.jit
+def finite(value: tl.tensor) -> tl.tensor:
+    """0 for NaN and infinities; other float32 saturate, as `Ops.finite` has it."""
+    is_finite = tl.abs(value) < float("inf")
+    return tl.where(is_finite, tl.minimum(tl.maximum(value, -LARGEST), LARGEST), 0.0)
+
+
+@triton.jit
+def summed(
+    table: tl.tensor,
+    t: tl.tensor,
+    gradients: tl.tensor,
+    before: tl.tensor,
+    after: tl.tensor,
+    arrivals: tl.tensor,
+    KEEPS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the energies of the elements that arrive often, and of the others, as `Ops.lost`.
+
+    KEEPS: there are residuals; else they are the gradients' own energies.
+    """
+    numel, shards, first, parts, blocks = place(table, t)
+    source = pointers(gradients, t)
+    own, whole = tl.load(table + t * COLUMNS), tl.load(table + t * COLUMNS + 1)
+    lanes = tl.arange(0, BLOCK)[None, :]
+    often, rarely = tl.zeros([ROWS, BLOCK], tl.float64), tl.zeros([ROWS, BLOCK], tl.float64)
+    for begin in range(0, blocks, ROWS):
+        block = ((begin + tl.arange(0, ROWS)) * parts)[:, None].to(tl.int64)
+        at = (block * shards + first) * BLOCK + lanes
+        inside = at < numel
+        came = tl.load(source + at, mask=inside, other=0.0)
+        energy = came * came
+        if KEEPS:
+            kept = own + block * BLOCK + lanes
+            a = came + tl.load(before + kept, mask=inside, other=0.0)
+            left = tl.load(after + kept, mask=inside, other=0.0)
+            is_sent = tl.abs(a - left) * 2.0 > tl.abs(a)
+            energy = energy - tl.where(is_sent, a * a - left * left, 0.0)
+        phi = tl.load(arrivals + whole + at, mask=inside, other=0.0)
+        often += tl.where(phi > OFTEN, energy, 0.0).to(tl.float64)
+        rarely += tl.where(phi > OFTEN, 0.0, energy).to(tl.float64)
+    return tl.sum(often), tl.sum(rarely)
+
+
+@triton.jit
+def lost(
+    table: tl.tensor,
+    gradients: tl.tensor,
+    before: tl.tensor,
+    after: tl.tensor,
+    arrivals: tl.tensor,
+    out: tl.tensor,
+    tensors: tl.tensor,
+) -> None:
+    """`Ops.lost`."""
+    t = tl.program_id(0)
+    often, rarely = summed(table, t, gradients, before, after, arrivals, True)
+    tl.store(out + t, often)
+    tl.store(out + tensors + t, rarely)
+
+
+@triton.jit
+def settle(
+    at: tl.tensor,
+    now: tl.tensor,
+    fading: tl.tensor,
+    before: tl.tensor,
+    after: tl.tensor,
+    lost: tl.tensor,
+    gains: tl.tensor,
+    factors: tl.tensor,
+    by_ranks: tl.tensor,
+    least: tl.tensor,
+) -> None:
+    """Store E' and c of class number `at`, given its energy in this step."""
+    energy = finite(tl.load(fading + at) * tl.load(before + at) + now)
+    tl.store(after + at, energy)
+    less = tl.load(lost + at)
+    over = (tl.abs(less) - less) * by_ranks
+    over = tl.minimum(over, energy * tl.load(gains + at))
+    less = (less + tl.abs(less)) * 0.5 - over
+    whole = energy + less
+    share = tl.where(whole != 0.0, quotient(less, tl.where(whole != 0.0, whole, 1.0)), 0.0)
+    tl.store(factors + at, tl.math.sqrt_rn(finite(share) * least + 1.0))
+
+
+@triton.jit
+def energies(
+    table: tl.tensor,
+    gradients: tl.tensor,
+    arrivals: tl.tensor,
+    scales: tl.tensor,
+    fading: tl.tensor,
+    before: tl.tensor,
+    after: tl.tensor,
+    lost: tl.tensor,
+    gains: tl.tensor,
+    factors: tl.tensor,
+    factor: tl.tensor,
+    by_ranks: tl.tensor,
+    least: tl.tensor,
+) -> None:
+    """`Ops.energies`. factor: of sums; by_ranks: 1 / 2R; least: the least c^2, less 1."""
+    t = tl.program_id(0)
+    often, rarely = summed(table, t, gradients, arrivals, arrivals, arrivals, False)
+    scale = tl.load(scales + t)
+    numbers = (often * factor).to(tl.float32) * scale, (rarely * factor).to(tl.float32) * scale
+    settle(2 * t, numbers[0], fading, before, after, lost, gains, factors, by_ranks, least)
+    settle(2 * t + 1, numbers[1], fading, before, after, lost, gains, factors, by_ranks, least)
+
+
+@triton.jit
+def spikes(
+    table: tl.tensor,
+    gradients: tl.tensor,
+    scales: tl.tensor,
+    before: tl.tensor,
+    after: tl.tensor,
+    factors: tl.tensor,
+    ungain: tl.tensor,
+    slowly: tl.tensor,
+    spike: tl.tensor,
+) -> None:
+    """`Ops.spikes`. ungain: what gradients are multiplied by; slowly: rate - 1."""
+    t = tl.program_id(0)
+    numel, shards, first, parts, blocks = place(table, t)
+    source = pointers(gradients, t)
+    summed = tl.zeros([ROWS, BLOCK], tl.float64)
+    for begin in range(0, blocks, ROWS):
+        block = ((begin + tl.arange(0, ROWS)) * parts)[:, None].to(tl.int64)
+        at = (block * shards + first) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        g = tl.load(source + at, mask=at < numel, other=0.0) * ungain
+        summed += (g * g).to(tl.float64)
+    scaled = tl.sum(summed).to(tl.float32) * tl.load(scales + t)
+    norm = tl.math.sqrt_rn(finite(scaled))
+    mean = tl.load(before + t)
+    is_known, counts = mean > 0.0, norm > 0.0
+    rate = tl.where(is_known, slowly + 1.0, 1.0)
+    now = mean + tl.where(counts, (norm - mean) * rate, 0.0)
+    tl.store(after + t, finite(now))
+    allowed = finite(tl.where(counts, quotient(mean * spike, tl.where(counts, norm, 1.0)), 0.0))
+    factor = tl.where(is_known & counts & (allowed < 1.0), (allowed - 1.0) + 1.0, 1.0)
+    tl.store(factors + t, tl.where(is_known & (scaled > LARGEST), TINY, factor))

@@ -1,0 +1,280 @@
+"""The Triton kernels for lists of tensors against the CPU kernels and torch's operations.
+
+As in `test_triton`, the cases run in a pytest of their own: under Triton's interpreter, and where
+there is a GPU on it as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from test_triton import DEVICE, assert_same, compiled, needs_triton, run_cases, triton_version
+from torch import Tensor
+
+from horovod_topk.core import arrivals
+from horovod_topk.core.energies import Energies
+from horovod_topk.core.momentum import Momenta, Momentum
+from horovod_topk.core.norms import TINY, Norms
+from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.rounds import state_plan
+from horovod_topk.core.samples import Sample
+from horovod_topk.methods.topk import TopK
+from horovod_topk.ops import torch_buffers, torch_moments
+from horovod_topk.ops.torch import TorchOps
+
+SIZES = (5, 5000, 1, 2048, 70_001, 513)
+
+
+@needs_triton
+@pytest.mark.tiers("rest", "all")
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    (0,) < triton_version() < (3, 9), reason="Triton 3.6 does not interpret under NumPy 2.4"
+)
+def test_under_the_interpreter(tier: str) -> None:
+    run_cases("case_*", tier, __file__, TRITON_INTERPRET="1", TRITON_CASES_ON="cpu")
+
+
+@needs_triton
+@pytest.mark.tiers("fast", "rest", "all")
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+def test_on_a_gpu(tier: str) -> None:
+    run_cases("case_*", tier, __file__, TRITON_INTERPRET="0", TRITON_CASES_ON="cuda")
+
+
+@needs_triton
+@pytest.mark.tiers("fast", "rest", "all")
+@pytest.mark.timeout(600)
+def test_kernels_compile_without_a_gpu(tier: str) -> None:
+    run_cases("compile_*", tier, __file__, TRITON_INTERPRET="0")
+
+
+# What follows runs under `run_cases`.
+
+
+def drawn(seed: int) -> list[Tensor]:
+    """Normal numbers, half of them 0."""
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randn(n, generator=generator) for n in SIZES]
+    return [each * (torch.rand(each.shape, generator=generator) < 0.5) for each in found]
+
+
+def shares(seed: int) -> list[Tensor]:
+    """Numbers from 0 to 1, both included."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.rand(n, generator=generator) * 1.2 - 0.1).clamp(0, 1) for n in SIZES]
+
+
+def on_device(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies, of which the first one lies at an odd address."""
+    first = torch.cat([tensors[0][:1], tensors[0]]).to(DEVICE)[1:]
+    return [first, *(each.clone().to(DEVICE) for each in tensors[1:])]
+
+
+def places(parts: int = 1, first: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Samples of shards, whose residuals lie one after another."""
+    found, own, whole = list[tuple[int, ...]](), 0, 0
+    for numel in SIZES:
+        sample = Sample(numel, parts, first)
+        found.append((own, whole, numel, *sample.pick))
+        own, whole = own + numel, whole + numel  # room for more than the shard
+    return tuple(found)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-3])
+def case_momentum_buffers(decay: float) -> None:
+    from horovod_topk.kernels.triton import lists
+
+    given, losses = [drawn(0), drawn(1), drawn(2), shares(3)], [0.0, 0.5, 0.1, 0.5, 0.25, 0.3]
+    found = [on_device(tensors) for tensors in given]
+    lists.prepare_buffers(found, losses, 0.9, decay)
+    for row in zip(*given, losses, strict=True):
+        torch_buffers._prepare_by_torch([torch_buffers.Buffer(*row)], numbers(decay))
+    for one, other in zip(given[0], found[0], strict=True):
+        assert_same(one, other)
+    lists.restore_buffers(found[0], found[3], 0.9)
+    for pair in zip(given[0], given[3], strict=True):
+        torch_buffers._restore_by_torch([pair], 0.9)
+    for one, other in zip(given[0], found[0], strict=True):
+        assert_same(one, other)
+
+
+def numbers(decay: float) -> torch_buffers.Numbers:
+    return torch_buffers.Numbers(0.9, decay)
+
+
+@pytest.mark.parametrize("most", [1.0, 1e3])
+def case_first_moments(most: float) -> None:
+    """Some elements are limited, or none is."""
+    from horovod_topk.kernels.triton import lists
+
+    gradients = drawn(0)
+    factors = [torch.tensor([1.0 - at / 10, 1.0 + at / 8]) for at in range(len(SIZES))]
+    given = [
+        drawn(1), [each + 0.01 for each in gradients], gradients, shares(2),
+        [each * each for each in drawn(3)], factors, [torch.tensor([most])[0] for _ in SIZES],
+    ]  # fmt: skip
+    found = [*map(on_device, given[:6]), [each.to(DEVICE) for each in given[6]]]
+    start = [each.clone() for each in given[0]]
+    own = torch_moments.Numbers(0.9, 0.19, 0.271, 0.1, 0.45, 0.999)
+    weights = 0.9, 0.271 / 0.19 / 0.9, 0.271 / 0.9, 1 / 0.9 - 1
+    lists.prepare_moments(found, (*weights, 0.1, 0.45, 0.999, 1 - 0.999))
+    for row in zip(*given, strict=True):
+        moment, added, gradient, phi, square, factor, limit = row
+        prepared = torch_moments.Moment(moment, added, gradient, phi, factor, square, limit)
+        torch_moments._by_torch([prepared], own)
+    for one, other, before in zip(given[0], found[0], start, strict=True):
+        assert_same(one, other)
+        assert one.numel() == 1 or not torch.equal(one, before)
+
+
+def case_arrivals_and_factors() -> None:
+    from horovod_topk.kernels.triton import lists
+
+    ops, gradients, mean = TorchOps(kernels=False), drawn(0), torch.cat(shares(1))
+    gradients[1][7], gradients[3][0] = math.nan, -0.0
+    expected, out = torch.empty_like(mean), torch.empty_like(mean, device=DEVICE)
+    ops.follow(mean, 0.1, gradients, expected)
+    lists.follow(mean.to(DEVICE), 0.1, on_device(gradients), out)
+    assert_same(expected, out)
+    factors, found = torch.tensor([0.5, 1.0, 2.0, 0.1, 0.9, TINY]), on_device(gradients)
+    lists.limit(found, factors.to(DEVICE))
+    ops.limit(gradients, factors)
+    for one, other in zip(gradients, found, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize(("parts", "first"), [(1, 0), (3, 1)])
+def case_energies(parts: int, first: int) -> None:
+    """What error feedback takes away; the kernel of the CPU adds it up in another order."""
+    from horovod_topk.kernels.triton import lists
+
+    gradients, where = drawn(0), places(parts, first)
+    before, after, phi = (torch.cat(each) for each in (drawn(1), drawn(2), shares(3)))
+    expected = TorchOps().lost(gradients, before, (), after, phi, where)  # type: ignore[arg-type]
+    given = on_device(gradients)
+    found = lists.lost(given, *(each.to(DEVICE) for each in (before, after, phi)), where)  # type: ignore[arg-type]
+    assert expected is not None
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-9)
+
+
+def case_factors_of_adam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that lose energy and gain it, sums over ranks, zeros and NaN: as without a kernel."""
+    here, there = (energies(each) for each in sides("adam", monkeypatch))
+    for step, scale in enumerate((1.0, 1e-3, 0.0, 3.0, math.nan, 1.0)):
+        gradients = [each * scale for each in drawn(step)]
+        lost = torch.randn(2 * len(SIZES), generator=torch.Generator().manual_seed(step))
+        lost *= torch.tensor(SIZES).repeat_interleave(2)
+        phi = torch.cat(shares(step))
+        for side in (here, there):
+            side[1]._read_betas()
+            side[0][arrivals.ARRIVALS].residual.copy_(phi)
+            given = gradients if side is here else on_device(gradients)
+            side[1].finish(given, 0.5, 3, lost.to(side[0][arrivals.ENERGY].residual.device))
+        for name in (arrivals.ENERGY, arrivals.FACTORS):
+            one, other = here[0][name].candidate, there[0][name].candidate
+            torch.testing.assert_close(other.cpu(), one, rtol=1e-5, atol=1e-6)
+        for side in (here, there):
+            side[1].swap()
+    assert float(one.min()) < 0.5 < 1.5 < float(one.max())
+
+
+def case_spikes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Usual norms, a spike, zeros, overflow and NaN; with a gain; states as without a kernel."""
+    here, there = (norms(each) for each in sides("sgd", monkeypatch))
+    factors = list[float]()
+    for step, scale in enumerate((1.0, 1.1, 40.0, 0.0, 1e30, 1e19, math.nan, 1.0)):
+        gradients = [each * scale for each in drawn(step)]
+        moved = on_device(gradients)
+        for (_, each), exchanged in ((here, gradients), (there, moved)):
+            each.limit(exchanged, 0.25)
+            each.swap()
+        for name in (arrivals.NORMS, arrivals.FACTORS):
+            one, other = here[0][name].residual, there[0][name].residual
+            torch.testing.assert_close(other.cpu(), one, rtol=2e-6, atol=0.0)
+        for left, right in zip(gradients, moved, strict=True):
+            torch.testing.assert_close(right.cpu(), left, rtol=2e-6, atol=0.0, equal_nan=True)
+        factors.append(float(here[0][arrivals.FACTORS].residual[1]))
+    assert 0.01 < factors[2] < 0.1 and factors[4] == TINY and factors.count(1.0) > 3
+
+
+@dataclass
+class Side:
+    """A bucket with operations that use the kernels for lists, or that use none."""
+
+    ops: TorchOps
+    device: str
+    bucket: BucketPlan
+
+    def states(self, names: Sequence[str]) -> dict[str, Arenas[Tensor]]:
+        plans = {name: state_plan(self.bucket, name) for name in names}
+        return {name: self.arenas(plan) for name, plan in plans.items()}
+
+    def arenas(self, plan: BucketPlan) -> Arenas[Tensor]:
+        return Arenas(plan, *(torch.zeros(plan.numel, device=self.device) for _ in range(2)))
+
+
+def sides(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
+    from horovod_topk.kernels.triton import lists
+
+    monkeypatch.setattr(TorchOps, "_lists", lambda ops, device: lists if ops._use_kernels else None)
+    for kernels, device in ((False, "cpu"), (True, DEVICE)):
+        specs = [TensorSpec(str(i), (n,), "float32", device) for i, n in enumerate(SIZES)]
+        plan = make_plan(specs, TopK(ratio=0.1, values="float32", by_arrivals=optimizer), "sum")
+        yield Side(TorchOps(kernels=kernels), device, plan.buckets[0])
+
+
+def norms(side: Side) -> tuple[dict[str, Arenas[Tensor]], Norms[Tensor]]:
+    states = side.states(arrivals.OF_SGD)
+    return states, Norms(side.bucket, states, side.ops)
+
+
+def energies(side: Side) -> tuple[dict[str, Arenas[Tensor]], Energies[Tensor]]:
+    states, own = side.states(arrivals.OF_ADAM), [side.arenas(side.bucket)]
+    momenta = Momenta(
+        side.bucket.config, lambda: dict.fromkeys("012345", Momentum(0.9, False, 0.99))
+    )
+    momenta.turn()
+    return states, Energies(side.bucket, own, (), 0, states, side.ops, momenta)
+
+
+ADDRESSES = (
+    "table", "gradients", "arrays", "buffers", "added", "parameters", "losses", "moments",
+    "squares", "mosts",
+)  # fmt: skip
+FLAT = "mean", "before", "after", "scales", "fading", "lost", "gains"
+
+
+def types(**others: str) -> dict[str, str]:
+    """Types of a kernel's arguments; those without one are float32 numbers."""
+    found = dict.fromkeys(ADDRESSES, "*i64") | dict.fromkeys(FLAT, "*fp32")
+    return {**found, "owners": "*i32", "arrivals": "*i64", "factors": "*i64", **others}
+
+
+def compile_lists(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Denormals survive, and each operation is correctly rounded."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from horovod_topk.kernels.triton import elements, samples
+
+    flat = {"arrivals": "*fp32", "factors": "*fp32", "out": "*fp32"}
+    sums = {**flat, "out": "*fp64", "tensors": "i32"}
+    ptx = [
+        compiled(elements.follow, 4, types(**flat)),
+        compiled(elements.limit, 4, types(**flat)),
+        compiled(elements.prepare_buffer, 4, types(), DECAYS=True),
+        compiled(elements.restore_buffer, 4, types()),
+        compiled(elements.prepare_moment, 4, types()),
+        compiled(samples.spikes, 8, types(**flat)),
+        compiled(samples.lost, 8, types(**sums)),
+        compiled(samples.energies, 8, types(**sums)),
+    ]
+    for each in ptx:
+        assert ".ftz" not in each and "fma." not in each
+        assert not any(rough in each for rough in ("div.full", "div.approx", "sqrt.approx"))
