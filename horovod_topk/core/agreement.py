@@ -17,12 +17,20 @@ from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
 
+CURE = (
+    "Start all ranks with the same model, settings, groups and version of horovod_topk, and name "
+    "layers yourself where a framework numbers them"
+)
+CURES = {"kernels": "Train on GPUs alone or on CPUs alone, and install Triton for all ranks"}
+
 _RECORD = struct.Struct("<8sI")  # a field's digest, and the bytes of its text
 _ORDINAL = struct.Struct("<I")
 
 
 def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Array]) -> int:
     """Check that all ranks have one plan; return the highest ordinal that any rank proposes.
+
+    Where the optimizer's steps depend on arrivals, their kernels have to be of one kind, too.
 
     A collective: every rank of the communicator must call it, in the same order among its
     collective calls.
@@ -34,7 +42,9 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
     Raises:
         PlanMismatchError: on every rank, when any two plans differ.
     """
-    fields = plan.fields()
+    devices = {bucket.device for bucket in plan.buckets} if plan.config.by_arrivals else ()
+    kernels: list[object] = [*sorted(set(map(ops.kernels, devices)))]
+    fields = {**plan.fields(), "kernels": kernels}
     texts = {field: json.dumps(value).encode() for field, value in fields.items()}
     records = [_RECORD.pack(digest(fields[field]), len(text)) for field, text in texts.items()]
     proposal = b"".join(records) + _ORDINAL.pack(ordinal)
@@ -89,8 +99,7 @@ def _mismatch(field: str, lists: Mapping[int, list[object]], rank: int) -> PlanM
     this = " (this one)" if one == rank else ""
     return PlanMismatchError(
         f"ranks disagree on {field}: {there} on rank {other}, {here} on rank {one}{this}",
-        cure="Start all ranks with the same model, settings, groups and version of horovod_topk, "
-        "and name layers yourself where a framework numbers them",
+        cure=CURES.get(field, CURE),
     )
 
 

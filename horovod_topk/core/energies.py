@@ -118,11 +118,10 @@ class Energies(Generic[Array]):
         """
         arenas, gradients = self._states[LOST], self._gradients
         if gradients:
-            lost = self._lost_by_kernel(gradients)
-            if lost is None:
+            if not self._lost_by_kernel(gradients):
                 came = self._sampled(gradients, self._shards)
                 lost = self._lost(came, *self._kept(self._own))
-            self._add(arenas, self._fading * arenas.residual, lost)
+                self._add(arenas, self._fading * arenas.residual, lost)
             self._gradients = ()
         return arenas.candidate
 
@@ -211,17 +210,14 @@ class Energies(Generic[Array]):
         energy = came * came - (whole * whole - after * after) * selected
         return self._by_class(energy, self._shards, self._shard_scales)
 
-    def _lost_by_kernel(self, gradients: Sequence[Array]) -> Any:
-        """Compute `_lost` for this rank's gradients in a kernel; None if there is no kernel."""
-        ops, phi = self._ops, self._states[ARRIVALS].residual
+    def _lost_by_kernel(self, gradients: Sequence[Array]) -> bool:
+        """Add what is lost of this rank's gradients to D in a kernel, if there is one."""
+        phi, told = self._states[ARRIVALS].residual, self._states[LOST]
         own = [gradients[at] for at in self._positions]
         before, after, every = self._own.unscaled()
         factors = [every[at] for at in self._positions] if every else []
-        sums: Any = ops.lost(own, before, factors, after, phi, self._places)
-        if sums is None:
-            return None
-        lost: Any = ops.cast(sums, self._bucket.residual_dtype)
-        return ops.transposed(lost * self._shard_scales, CLASSES)
+        states = self._shard_scales, self._fading, told.residual, told.candidate
+        return self._ops.lost(own, (before, after), factors, phi, self._places, states)
 
     def _by_class(self, values: Any, samples: Sequence[Sample], scales: Array) -> Any:
         """Add up samples over the elements of each class of each tensor, and scale the sums."""

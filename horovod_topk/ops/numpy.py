@@ -80,8 +80,11 @@ class NumpyOps(FactorVerbs):
         has_arrived = np.concatenate([each.reshape(-1) != 0 for each in gradients])
         np.add(mean * real(1.0 - rate), real(rate) * has_arrived, out=out)
 
-    def lost(self, *arrays: Any) -> None:
-        return None
+    def lost(self, *arrays: Any) -> bool:
+        return False
+
+    def kernels(self, device: str) -> str:
+        return "others"
 
     def energies(self, *arrays: Any) -> bool:
         return False

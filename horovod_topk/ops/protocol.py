@@ -240,25 +240,33 @@ class Ops(Protocol[Array]):
     def lost(
         self,
         gradients: Sequence[Array],
-        before: Array,
+        residuals: tuple[Array, Array],
         factors: Sequence[float],
-        after: Array,
         arrivals: Array,
         places: tuple[Place, ...],
-    ) -> Array | None:
-        """The energy that error feedback takes away in samples, as `core.energies` defines it.
+        states: Sequence[Array],
+    ) -> bool:
+        """Compute D' in a kernel, as `core.energies` defines it, once gradients are encoded.
 
         Args:
             gradients: of any shape; the other arrays are flat, with all tensors one after another.
-            before: residuals of one shard of each tensor before the step.
-            factors: what each tensor's residual is to be multiplied by. Empty: all are 1.
-            after: the residuals after the step.
+            residuals: those of one shard of each tensor before the step, and after it.
+            factors: what each tensor's residual before it is to be multiplied by. Empty: all are 1.
             arrivals: phi of all elements.
             places: where the tensors and their samples are.
+            states: arrays with two numbers for each gradient: what sums over samples are multiplied
+                by, first those of one class; then of both classes in turn, what D fades by, D, and
+                D' to be written.
 
         Returns:
-            float64, flat: for each tensor a sum over elements with phi > 1/2, then for each tensor
-            a sum over the others. None: there is no kernel for these arrays.
+            Whether there is a kernel for these arrays; if not, nothing is written.
+        """
+        ...
+
+    def kernels(self, device: str) -> str:
+        """What computes `energies`, `spikes` and the optimizer's momenta: "Triton", or "others".
+
+        Only within one of these have results the same bits on all ranks.
         """
         ...
 
@@ -276,10 +284,8 @@ class Ops(Protocol[Array]):
             gradients: of any shape.
             arrivals: phi of all elements.
             places: where samples are.
-            states: arrays with two numbers for each gradient: what sums of squares of samples are
-                multiplied by, first those of one class; then of both classes in turn, what E
-                fades by, E, E' to be written, D", the largest share of E that counts as gained,
-                and c to be written.
+            states: as in `lost`, of E; then D", the largest share of E that counts as gained, and
+                c to be written, of both classes in turn.
             numbers: what gradients are multiplied by, the number of ranks, and the least c.
 
         Returns:

@@ -227,8 +227,11 @@ class TensorFlowOps(FactorVerbs):
             _write(self.view(out, start, stop), kept + arrived * _scalar(rate, mean.dtype))
             start = stop
 
-    def lost(self, *arrays: Any) -> None:
-        return None
+    def lost(self, *arrays: Any) -> bool:
+        return False
+
+    def kernels(self, device: str) -> str:
+        return "others"
 
     def energies(self, *arrays: Any) -> bool:
         return False

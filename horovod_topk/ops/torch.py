@@ -150,27 +150,37 @@ class TorchOps(FactorVerbs):
     def lost(
         self,
         gradients: Sequence[Tensor],
-        before: Tensor,
+        residuals: tuple[Tensor, Tensor],
         factors: Sequence[float],
-        after: Tensor,
         arrivals: Tensor,
         places: tuple[Place, ...],
-    ) -> Tensor | None:
+        states: Sequence[Tensor],
+    ) -> bool:
         ours = self._lists(arrivals.device)
-        if ours is not None and not factors and ours.fit(gradients, [arrivals, before, after]):
-            found: Tensor = ours.lost(gradients, before, after, arrivals, places)
-            return found
+        if (
+            ours is not None
+            and not factors
+            and ours.fit(gradients, [arrivals, *residuals, *states])
+        ):
+            ours.lost(gradients, residuals, arrivals, places, states)
+            return True
         library = self._library(arrivals.device.type)
         if library is None or any(g.dtype != arrivals.dtype for g in gradients):
-            return None
-        out = torch.empty(2 * len(places), dtype=torch.float64)
+            return False
+        sums = torch.empty(2 * len(places), dtype=torch.float64)
         packed = [_packed(gradient) for gradient in gradients]
-        scales = native.numbers(factors) if factors else None
-        arenas = before.data_ptr(), scales, after.data_ptr(), arrivals.data_ptr()
+        scale = native.numbers(factors) if factors else None
+        arenas = residuals[0].data_ptr(), scale, residuals[1].data_ptr(), arrivals.data_ptr()
         size = native.table(places), len(places), arrivals.element_size()
         given = native.addresses([gradient.data_ptr() for gradient in packed])
-        library.topkef_lost(given, *arenas, *size, torch.get_num_threads(), out.data_ptr())
-        return out
+        library.topkef_lost(given, *arenas, *size, torch.get_num_threads(), sums.data_ptr())
+        scales, fading, before, after = states
+        lost = self.transposed(sums.to(arrivals.dtype) * scales, 2)
+        after.copy_(self.finite(fading * before + lost))
+        return True
+
+    def kernels(self, device: str) -> str:
+        return "others" if self._lists(torch.device(device)) is None else "Triton"
 
     def energies(
         self,

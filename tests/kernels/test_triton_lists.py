@@ -26,6 +26,7 @@ from horovod_topk.core.rounds import state_plan
 from horovod_topk.core.samples import Sample
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops import torch_buffers, torch_moments
+from horovod_topk.ops.protocol import Place
 from horovod_topk.ops.torch import TorchOps
 
 SIZES = (5, 5000, 1, 2048, 70_001, 513)
@@ -78,13 +79,12 @@ def on_device(tensors: list[Tensor]) -> list[Tensor]:
     return [first, *(each.clone().to(DEVICE) for each in tensors[1:])]
 
 
-def places(parts: int = 1, first: int = 0) -> tuple[tuple[int, ...], ...]:
+def places(parts: int, first: int) -> tuple[Place, ...]:
     """Samples of shards, whose residuals lie one after another."""
-    found, own, whole = list[tuple[int, ...]](), 0, 0
+    found, start = list[Place](), 0
     for numel in SIZES:
-        sample = Sample(numel, parts, first)
-        found.append((own, whole, numel, *sample.pick))
-        own, whole = own + numel, whole + numel  # room for more than the shard
+        found.append((start, start, numel, *Sample(numel, parts, first).pick))
+        start += numel  # the shard has less
     return tuple(found)
 
 
@@ -158,11 +158,12 @@ def case_energies(parts: int, first: int) -> None:
 
     gradients, where = drawn(0), places(parts, first)
     before, after, phi = (torch.cat(each) for each in (drawn(1), drawn(2), shares(3)))
-    expected = TorchOps().lost(gradients, before, (), after, phi, where)  # type: ignore[arg-type]
-    given = on_device(gradients)
-    found = lists.lost(given, *(each.to(DEVICE) for each in (before, after, phi)), where)  # type: ignore[arg-type]
-    assert expected is not None
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-9)
+    states = [torch.rand(2 * len(SIZES)) for _ in range(4)]
+    states[0] = states[0][: len(SIZES)].repeat(2)
+    given = [each.to(DEVICE) for each in (before, after, phi, *states)]
+    lists.lost(on_device(gradients), (given[0], given[1]), given[2], where, given[3:])
+    assert TorchOps().lost(gradients, (before, after), (), phi, where, states)
+    torch.testing.assert_close(given[-1].cpu(), states[-1], rtol=1e-6, atol=1e-9)
 
 
 def case_factors_of_adam(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +250,7 @@ ADDRESSES = (
     "table", "gradients", "arrays", "buffers", "added", "parameters", "losses", "moments",
     "squares", "mosts",
 )  # fmt: skip
-FLAT = "mean", "before", "after", "scales", "fading", "lost", "gains"
+FLAT = "mean", "before", "after", "scales", "fading", "lost", "gains", "residual", "candidate"
 
 
 def types(**others: str) -> dict[str, str]:
@@ -264,7 +265,6 @@ def compile_lists(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod_topk.kernels.triton import elements, samples
 
     flat = {"arrivals": "*fp32", "factors": "*fp32", "out": "*fp32"}
-    sums = {**flat, "out": "*fp64", "tensors": "i32"}
     ptx = [
         compiled(elements.follow, 4, types(**flat)),
         compiled(elements.limit, 4, types(**flat)),
@@ -272,8 +272,8 @@ def compile_lists(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         compiled(elements.restore_buffer, 4, types()),
         compiled(elements.prepare_moment, 4, types()),
         compiled(samples.spikes, 8, types(**flat)),
-        compiled(samples.lost, 8, types(**sums)),
-        compiled(samples.energies, 8, types(**sums)),
+        compiled(samples.lost, 8, types(**flat)),
+        compiled(samples.energies, 8, types(**flat)),
     ]
     for each in ptx:
         assert ".ftz" not in each and "fma." not in each

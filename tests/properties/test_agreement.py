@@ -104,6 +104,19 @@ def test_a_mismatch_names_rank_and_field_on_every_rank(field: str, odd: int) -> 
         )
 
 
+def test_ranks_need_kernels_of_one_kind_where_momenta_depend_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What all ranks compute alike would have other last bits on one of them."""
+    kinds = iter(("others", "Triton") * 2)
+    monkeypatch.setattr(type(NUMPY.ops), "kernels", lambda ops, device: next(kinds))
+    adapted = make_plan([W, B], TopK(ratio=0.01, values="float32", by_arrivals="sgd"))
+    messages = [str(answer.exception()) for answer in proposals([adapted] * 2)]
+    assert all(each.startswith("ranks disagree on kernels: ") for each in messages)
+    assert all("install Triton for all ranks" in each for each in messages)
+    assert [answer.result() for answer in proposals([AGREED] * 2)] == [0, 0]
+
+
 def test_a_tensor_more_is_a_mismatch_of_names() -> None:
     shorter = make_plan([W], TopK(ratio=0.01, values="float32"))
     messages = [str(answer.exception()) for answer in proposals([AGREED, shorter])]

@@ -47,19 +47,16 @@ def limit(arrays: Sequence[Tensor], factors: Tensor) -> None:
 
 def lost(
     gradients: Sequence[Tensor],
-    before: Tensor,
-    after: Tensor,
+    residuals: tuple[Tensor, Tensor],
     arrivals: Tensor,
     places: tuple[Place, ...],
-) -> Tensor:
+    states: Sequence[Tensor],
+) -> None:
     """`horovod_topk.ops.protocol.Ops.lost` of tensors that `fit`, without factors."""
-    table, count = _places(places, arrivals.device), len(places)
-    out = torch.empty(2 * count, dtype=torch.float64, device=arrivals.device)
+    table = _places(places, arrivals.device)
     with on(arrivals.device):
-        given = table.point_to("lost", gradients)
-        arrays = table.array, given, before, after, arrivals, out
-        launch(samples.lost, (count,), *arrays, count, **SOME)
-    return out
+        arrays = table.array, table.point_to("lost", gradients), *residuals, arrivals, *states
+        launch(samples.lost, (len(places),), *arrays, **SOME)
 
 
 def energies(

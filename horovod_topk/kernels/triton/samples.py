@@ -79,20 +79,33 @@ def summed(
 
 
 @triton.jit
+def follow(
+    at: tl.tensor, now: tl.tensor, fading: tl.tensor, before: tl.tensor, after: tl.tensor
+) -> tl.tensor:
+    """Add this step's energy of class number `at` to what fades; store and return the sum."""
+    energy = finite(tl.load(fading + at) * tl.load(before + at) + now)
+    tl.store(after + at, energy)
+    return energy
+
+
+@triton.jit
 def lost(
     table: tl.tensor,
     gradients: tl.tensor,
+    residual: tl.tensor,
+    candidate: tl.tensor,
+    arrivals: tl.tensor,
+    scales: tl.tensor,
+    fading: tl.tensor,
     before: tl.tensor,
     after: tl.tensor,
-    arrivals: tl.tensor,
-    out: tl.tensor,
-    tensors: tl.tensor,
 ) -> None:
     """`Ops.lost`."""
     t = tl.program_id(0)
-    often, rarely = summed(table, t, gradients, before, after, arrivals, True)
-    tl.store(out + t, often)
-    tl.store(out + tensors + t, rarely)
+    often, rarely = summed(table, t, gradients, residual, candidate, arrivals, True)
+    scale = tl.load(scales + t)
+    follow(2 * t, often.to(tl.float32) * scale, fading, before, after)
+    follow(2 * t + 1, rarely.to(tl.float32) * scale, fading, before, after)
 
 
 @triton.jit
@@ -109,8 +122,7 @@ def settle(
     least: tl.tensor,
 ) -> None:
     """Store E' and c of class number `at`, given its energy in this step."""
-    energy = finite(tl.load(fading + at) * tl.load(before + at) + now)
-    tl.store(after + at, energy)
+    energy = follow(at, now, fading, before, after)
     less = tl.load(lost + at)
     over = (tl.abs(less) - less) * by_ranks
     over = tl.minimum(over, energy * tl.load(gains + at))
