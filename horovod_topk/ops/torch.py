@@ -9,6 +9,7 @@ threshold.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import operator
@@ -540,7 +541,7 @@ class TorchOps(FactorVerbs):
             return None if library is None else CpuBucket(recipe, library)
         reason = triton.unsupported(recipe, device)
         if reason is not None:
-            log.warning("TopKEF compresses on %s by torch's own operations: %s", device, reason)
+            _warn_once(device, reason)
             return None
         from horovod_topk.kernels.triton.bucket import TritonBucket  # it needs Triton
 
@@ -682,6 +683,12 @@ class CpuBucket:
                 if target is not gradient:
                     gradient.copy_(target)
         return wrong
+
+
+@functools.cache
+def _warn_once(device: str, reason: str) -> None:
+    """Say why a device has no kernel: once, not for each bucket."""
+    log.warning("TopKEF compresses on %s by torch's own operations: %s", device, reason)
 
 
 def _fit(residual: Tensor, gradient: Tensor, out: Tensor) -> bool:
