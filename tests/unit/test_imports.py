@@ -74,7 +74,12 @@ ROOMS = {
         "horovod_topk.kernels",
     },
     "ops/torch_packing.py": {"torch", "horovod_topk.ops.coding"},
-    "ops/torch_lists.py": {"torch", "horovod_topk.ops.coding", "horovod_topk.ops.protocol"},
+    "ops/torch_lists.py": {
+        "torch",
+        "horovod_topk.ops.coding",
+        "horovod_topk.ops.protocol",
+        "horovod_topk.kernels",
+    },
     "ops/torch_buffers.py": {"torch", "horovod_topk.kernels", "horovod_topk.ops.torch_lists"},
     "ops/torch_moments.py": {"torch", "horovod_topk.kernels", "horovod_topk.ops.torch_lists"},
     "ops/tensorflow.py": {

@@ -12,10 +12,10 @@ from torch import Tensor
 from horovod_topk.kernels.triton import elements, samples
 from horovod_topk.kernels.triton.launching import FEW, SOME, launch, on
 from horovod_topk.kernels.triton.memory import Addresses, current_stream
+from horovod_topk.ops.protocol import Place
 
 BLOCK = int(elements.BLOCK)
 MOST = 256  # arrays of addresses that are kept for lists of equal sizes
-Place = tuple[int, int, int, int, int, int]  # as in `horovod_topk.ops.protocol`
 
 
 def fit(*lists: Sequence[Tensor]) -> bool:
@@ -107,7 +107,7 @@ def prepare_buffers(
             layout.point_to(name, tensors)
             for name, tensors in zip(("buffers", "added", "parameters", "phi"), lists, strict=True)
         ]
-        bits = layout.store("losses", [_bits(loss) for loss in losses])
+        bits = layout.store("losses", [_bits(loss) for loss in losses], lists[0][0].data_ptr())
         numbers = momentum, 1.0 - momentum, decay
         layout.launch(elements.prepare_buffer, *given, bits, *numbers, DECAYS=decay != 0.0)
 
@@ -144,14 +144,16 @@ class _Memory:
 
     def point_to(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """Return the array of addresses of tensors."""
-        return self.store(name, [tensor.data_ptr() for tensor in tensors])
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return self.store(name, addresses, addresses[0])
 
-    def store(self, name: str, numbers: list[int]) -> Tensor:
+    def store(self, name: str, numbers: list[int], first: int) -> Tensor:
         """Return an array of int64 numbers.
 
         Lists of equal sizes, as of a transformer's layers, have an array each, and streams too.
+        They are told apart by the address of their first tensor.
         """
-        key = name, current_stream(self._device), numbers[0]
+        key = name, current_stream(self._device), first
         if key not in self._known:
             if len(self._known) >= MOST:
                 self._known.clear()
