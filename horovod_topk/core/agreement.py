@@ -21,7 +21,9 @@ CURE = (
     "Start all ranks with the same model, settings, groups and version of horovod_topk, and name "
     "layers yourself where a framework numbers them"
 )
-CURES = {"kernels": "Train on GPUs alone or on CPUs alone, and install Triton for all ranks"}
+CURES = {
+    "kernels": "Train on GPUs alone or on CPUs alone, with one version of Triton for all ranks"
+}
 
 _RECORD = struct.Struct("<8sI")  # a field's digest, and the bytes of its text
 _ORDINAL = struct.Struct("<I")
@@ -43,7 +45,7 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
         PlanMismatchError: on every rank, when any two plans differ.
     """
     devices = {bucket.device for bucket in plan.buckets} if plan.config.by_arrivals else ()
-    kernels: list[object] = [*sorted(set(map(ops.kernels, devices)))]
+    kernels: list[object] = [*sorted(set(map(ops.kernel_kind, devices)))]
     fields = {**plan.fields(), "kernels": kernels}
     texts = {field: json.dumps(value).encode() for field, value in fields.items()}
     records = [_RECORD.pack(digest(fields[field]), len(text)) for field, text in texts.items()]

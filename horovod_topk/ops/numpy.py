@@ -83,8 +83,8 @@ class NumpyOps(FactorVerbs):
     def lost(self, *arrays: Any) -> bool:
         return False
 
-    def kernels(self, device: str) -> str:
-        return "others"
+    def kernel_kind(self, device: str) -> str:
+        return "framework"
 
     def energies(self, *arrays: Any) -> bool:
         return False

@@ -29,7 +29,7 @@ from horovod_topk.ops.philox import Stream
 
 Array = TypeVar("Array")
 Pick = tuple[int, int, int]  # a sample of a tensor: see `Ops.blocks`
-# For `Ops.lost`: first element in the residuals and in phi, number of elements, and the sample.
+# A sampled tensor: its first element in the residuals and in phi, its elements, and the sample.
 Place = tuple[int, int, int, int, int, int]
 HEAD, EACH = 9, 10  # numbers in a recipe for the bucket, and for each tensor
 Taken = TypeVar("Taken", contravariant=True)  # arrays, in a protocol that returns none
@@ -246,7 +246,7 @@ class Ops(Protocol[Array]):
         places: tuple[Place, ...],
         states: Sequence[Array],
     ) -> bool:
-        """Compute D' in a kernel, as `core.energies` defines it, once gradients are encoded.
+        """Compute what encoding has taken away of each gradient's energy: D' of `core.energies`.
 
         Args:
             gradients: of any shape; the other arrays are flat, with all tensors one after another.
@@ -263,10 +263,11 @@ class Ops(Protocol[Array]):
         """
         ...
 
-    def kernels(self, device: str) -> str:
-        """What computes `energies`, `spikes` and the optimizer's momenta: "Triton", or "others".
+    def kernel_kind(self, device: str) -> str:
+        """Name what computes `energies`, `spikes` and the optimizer's momenta on a device.
 
-        Only within one of these have results the same bits on all ranks.
+        Results have the same bits on ranks with the same kind, if they have the same version of the
+        framework.
         """
         ...
 
@@ -278,7 +279,7 @@ class Ops(Protocol[Array]):
         states: Sequence[Array],
         numbers: tuple[float, float, float],
     ) -> bool:
-        """Compute in a kernel what `core.energies` does once gradients are exchanged.
+        """Compute each gradient's energy E' and factors c after an exchange: see `core.energies`.
 
         Args:
             gradients: of any shape.
@@ -303,7 +304,7 @@ class Ops(Protocol[Array]):
         factors: Array,
         numbers: tuple[float, float],
     ) -> bool:
-        """Compute in a kernel what `core.norms` says of gradients that are suddenly large.
+        """Find gradients that are suddenly large, and the factors to limit them: see `core.norms`.
 
         Args:
             gradients: of any shape; other arrays have a number for each.

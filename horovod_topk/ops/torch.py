@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk.kernels import native, triton
+from horovod_topk.kernels.triton.memory import note_writing
 from horovod_topk.ops import coding
 from horovod_topk.ops import torch_lists as lists
 from horovod_topk.ops import torch_packing as packing
@@ -133,7 +134,7 @@ class TorchOps(FactorVerbs):
 
     def follow(self, mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) -> None:
         library, ours = self._library(mean.device.type), self._lists(mean.device)
-        if ours is not None and ours.fit(gradients, [mean, out]):
+        if ours is not None and ours.suit(gradients, [mean, out]):
             ours.follow(mean, rate, gradients, out)
             return
         if library is None or any(gradient.dtype != mean.dtype for gradient in gradients):
@@ -161,7 +162,7 @@ class TorchOps(FactorVerbs):
         if (
             ours is not None
             and not factors
-            and ours.fit(gradients, [arrivals, *residuals, *states])
+            and ours.suit(gradients, [arrivals, *residuals, *states])
         ):
             ours.lost(gradients, residuals, arrivals, places, states)
             return True
@@ -180,8 +181,9 @@ class TorchOps(FactorVerbs):
         after.copy_(self.finite(fading * before + lost))
         return True
 
-    def kernels(self, device: str) -> str:
-        return "others" if self._lists(torch.device(device)) is None else "Triton"
+    def kernel_kind(self, device: str) -> str:
+        kind = torch.device(device).type
+        return kind if self._lists(torch.device(device)) is None else f"Triton {triton.version()}"
 
     def energies(
         self,
@@ -192,7 +194,7 @@ class TorchOps(FactorVerbs):
         numbers: tuple[float, float, float],
     ) -> bool:
         ours = self._lists(arrivals.device)
-        if ours is None or not ours.fit(gradients, [arrivals, *states]):
+        if ours is None or not ours.suit(gradients, [arrivals, *states]):
             return False
         ours.energies(gradients, arrivals, places, states, numbers)
         return True
@@ -208,7 +210,7 @@ class TorchOps(FactorVerbs):
         numbers: tuple[float, float],
     ) -> bool:
         ours = self._lists(scales.device)
-        if ours is None or not ours.fit(gradients, [scales, factors, *means]):
+        if ours is None or not ours.suit(gradients, [scales, factors, *means]):
             return False
         ours.spikes(gradients, places, scales, gain, means, factors, numbers)
         return True
@@ -340,7 +342,7 @@ class TorchOps(FactorVerbs):
             super().write_product(left, right, shape, scale, gradient, poisoned)
             return
         _product(library, left, right, shape, scale, False, gradient)
-        _note_writing(gradient)
+        note_writing(gradient)
 
     def subtract_product(
         self, candidate: Tensor, left: Tensor, right: Tensor, shape: tuple[int, int, int]
@@ -372,6 +374,8 @@ class TorchOps(FactorVerbs):
         ours = self._lists(factors.device)
         if ours is not None and ours.fit(arrays, [factors]):
             ours.limit(arrays, factors)
+            for array in arrays:
+                note_writing(array)
             return
         if factors.device.type != "cpu":  # their values would wait for the device
             lists.multiply(arrays, lists.spread(factors.clamp(max=1.0), arrays))
@@ -531,7 +535,7 @@ class TorchOps(FactorVerbs):
         entries = scaled.data_ptr(), _packed(index).data_ptr(), index.numel()
         out = gradient.data_ptr(), gradient.numel(), gradient.element_size()
         library.topkef_place(*entries, *out, torch.get_num_threads())
-        _note_writing(gradient)
+        note_writing(gradient)
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Tensor] | None:
         if not self._use_kernels:
@@ -679,7 +683,7 @@ class CpuBucket:
         )
         if wrong is None:
             for target, gradient in zip(targets, gradients, strict=True):
-                _note_writing(gradient)
+                note_writing(gradient)
                 if target is not gradient:
                     gradient.copy_(target)
         return wrong
@@ -714,11 +718,6 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
-def _write_nothing(tensor: Tensor) -> None:
-    """Increment a tensor's version by an empty write in place."""
-    tensor.view(-1)[:0].zero_()
-
-
 def _product(
     library: native.Library,
     left: Tensor,
@@ -732,10 +731,6 @@ def _product(
     factors = left.data_ptr(), right.data_ptr(), *shape
     place = out.data_ptr(), out.element_size(), torch.get_num_threads()
     library.topkef_product(*factors, scale, subtracts, *place)
-
-
-# Tells autograd that a tensor that it may have saved has changed.
-_note_writing = getattr(torch.autograd.graph, "increment_version", _write_nothing)  # PyTorch 2.2
 
 
 def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:

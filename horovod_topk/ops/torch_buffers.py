@@ -45,10 +45,14 @@ def prepare(buffers: Sequence[Buffer], numbers: Numbers) -> None:
             library.topkef_prepare_buffer(*places, ctypes.addressof(sgd), *_size(each.buffer))
         else:
             rest.append(each)
-    if _prepare_at_once(rest, numbers):
-        return
-    for chunk in lists.chunks(rest, lambda each: each.buffer, _kind):
-        _prepare_by_torch(chunk, numbers)
+    for ours, some in lists.by_kernels(rest, _tensors):
+        if ours is not None:
+            losses = [each.loss for each in some]
+            own = [[*tensors] for tensors in zip(*map(_tensors, some), strict=True)]
+            ours.prepare_buffers(own, losses, numbers.momentum, numbers.decay)
+            continue
+        for chunk in lists.chunks(some, lambda each: each.buffer, _kind):
+            _prepare_by_torch(chunk, numbers)
 
 
 def restore(prepared: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
@@ -65,13 +69,12 @@ def restore(prepared: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
             library.topkef_restore_buffer(*places, momentum, *_size(buffer))
         else:
             rest.append((buffer, arrivals))
-    both = [[buffer for buffer, _ in rest], [phi for _, phi in rest]]
-    ours = lists.kernels(*both)
-    if ours is not None:
-        ours.restore_buffers(*both, momentum)
-        return
-    for chunk in lists.chunks(rest, lambda pair: pair[0], lambda pair: pair[1].dtype):
-        _restore_by_torch(chunk, momentum)
+    for ours, some in lists.by_kernels(rest, lambda pair: pair):
+        if ours is not None:
+            ours.restore_buffers(*zip(*some, strict=True), momentum)
+            continue
+        for chunk in lists.chunks(some, lambda pair: pair[0], lambda pair: pair[1].dtype):
+            _restore_by_torch(chunk, momentum)
 
 
 def undo(buffers: Sequence[Buffer], numbers: Numbers) -> None:
@@ -113,19 +116,9 @@ def _kind(each: Buffer) -> tuple[torch.dtype, float]:
     return each.arrivals.dtype, each.loss
 
 
-def _prepare_at_once(buffers: Sequence[Buffer], numbers: Numbers) -> bool:
-    """Prepare buffers in one launch; return whether there is a kernel for them."""
-    found = [
-        [each.buffer for each in buffers],
-        [each.added for each in buffers],
-        [each.parameter.detach() for each in buffers],
-        [each.arrivals for each in buffers],
-    ]
-    ours = lists.kernels(*found)
-    if ours is not None:
-        losses = [each.loss for each in buffers]
-        ours.prepare_buffers(found, losses, numbers.momentum, numbers.decay)
-    return ours is not None
+def _tensors(each: Buffer) -> Sequence[Tensor]:
+    """Return what kernels read and write of a buffer."""
+    return each.buffer, each.added, each.parameter.detach(), each.arrivals
 
 
 def _prepare_by_torch(chunk: Sequence[Buffer], numbers: Numbers) -> None:

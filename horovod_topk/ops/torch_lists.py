@@ -26,12 +26,28 @@ Item = TypeVar("Item")
 _verbs: Any = torch  # operations on lists of tensors have no annotations
 
 
-def kernels(*tensors: Sequence[Tensor]) -> ModuleType | None:
-    """Return the module of kernels that can compute with these lists; None if there is none."""
-    if not tensors[0]:
-        return None
-    ours = triton.for_lists(tensors[0][0].device.type)
-    return ours if ours is not None and ours.fit(*tensors) else None
+def by_kernels(
+    items: Sequence[Item], tensors: Callable[[Item], Sequence[Tensor]]
+) -> Iterator[tuple[ModuleType | None, list[Item]]]:
+    """Split items into lists that kernels can compute with, one a device, and the others.
+
+    tensors: returns those of an item that kernels read and write.
+
+    Yields:
+        The module of kernels, `horovod_topk.kernels.triton.lists`, or None, and a list of items.
+    """
+    fit, others = dict[torch.device, list[Item]](), list[Item]()
+    for item in items:
+        found = tensors(item)
+        ours = triton.for_lists(found[0].device.type)
+        if ours is not None and ours.fit(found):
+            fit.setdefault(found[0].device, []).append(item)
+        else:
+            others.append(item)
+    for device, own in fit.items():
+        yield triton.for_lists(device.type), own
+    if others:
+        yield None, others
 
 
 def chunks(

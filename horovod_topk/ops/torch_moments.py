@@ -49,10 +49,13 @@ def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
             _by_kernel(library, each, numbers)
         else:
             rest.append(each)
-    if _at_once(rest, numbers):
-        return
-    for chunk in lists.chunks(rest, lambda each: each.moment, lambda each: each.arrivals.dtype):
-        _by_torch(chunk, numbers)
+    for ours, some in lists.by_kernels(rest, _tensors):
+        if ours is not None:
+            own = [[*tensors] for tensors in zip(*map(_tensors, some), strict=True)]
+            ours.prepare_moments(own, _numbers(numbers))
+            continue
+        for chunk in lists.chunks(some, lambda each: each.moment, lambda each: each.arrivals.dtype):
+            _by_torch(chunk, numbers)
 
 
 def undo(moments: Sequence[Moment], numbers: Numbers) -> None:
@@ -110,17 +113,17 @@ def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
         library.topkef_prepare_moment(*places, ctypes.addressof(adam), *size)
 
 
-def _at_once(moments: Sequence[Moment], numbers: Numbers) -> bool:
-    """Prepare moments in one launch; return whether there is a kernel for them."""
-    names = "moment", "added", "gradient", "arrivals", "square", "factors", "most"
-    found = [[getattr(each, name) for each in moments] for name in names]
-    ours = lists.kernels(*found)
-    if ours is not None:
-        beta1, before, now = numbers.beta1, numbers.before, numbers.now
-        weights = beta1, now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
-        beta2 = numbers.beta2, 1.0 - numbers.beta2
-        ours.prepare_moments(found, (*weights, numbers.rate, numbers.limit, *beta2))
-    return ours is not None
+def _tensors(each: Moment) -> Sequence[Tensor]:
+    """Return what kernels read and write of a moment."""
+    own = each.moment, each.added, each.gradient, each.arrivals, each.square
+    return *own, each.factors, each.most
+
+
+def _numbers(numbers: Numbers) -> Sequence[float]:
+    """Return the numbers of `horovod_topk.kernels.triton.elements.prepare_moment`, in its order."""
+    beta1, before, now, beta2 = numbers.beta1, numbers.before, numbers.now, numbers.beta2
+    weights = beta1, now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
+    return *weights, numbers.rate, numbers.limit, beta2, 1.0 - beta2
 
 
 def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:

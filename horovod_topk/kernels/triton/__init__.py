@@ -51,6 +51,11 @@ def for_lists(kind: str) -> ModuleType | None:
     return importlib.import_module("horovod_topk.kernels.triton.lists")
 
 
+def version() -> str:
+    """Triton's version, on whose compiler the order of sums may depend."""
+    return str(importlib.import_module("triton").__version__)
+
+
 def _unfit(recipe: Sequence[int]) -> str | None:
     if recipe[2] > SIGN:
         return "its kind of values has no Triton kernel"

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from horovod_topk.kernels.triton.gather import gather, locate
-from horovod_topk.kernels.triton.launching import FEW, MANY, launch, on
-from horovod_topk.kernels.triton.memory import Addresses, current_stream, is_packed, packed, scratch
+from horovod_topk.kernels.triton.launching import FOUR_WARPS, SIXTEEN_WARPS, launch, on
+from horovod_topk.kernels.triton.memory import (
+    Addresses,
+    current_stream,
+    is_packed,
+    note_writing,
+    packed,
+    scratch,
+)
 from horovod_topk.kernels.triton.narrow import COUNTS, narrow
 from horovod_topk.kernels.triton.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.pack import pack
@@ -100,6 +107,7 @@ class TritonBucket:
             self._stream_number = current_stream(self._device)
             self._gather(gathered, scale, self._targets.point_to(written))
             for gradient, result in zip(gradients, written, strict=True):
+                note_writing(gradient)
                 if result is not gradient:
                     gradient.copy_(result)
         return None
@@ -134,7 +142,7 @@ class TritonBucket:
             return None
         addresses = self._squares.point_to(squares)
         leasts = self._take("leasts", self._head.tensors)
-        launch(weigh, (self._head.tensors,), self._rows, addresses, leasts, **FEW)
+        launch(weigh, (self._head.tensors,), self._rows, addresses, leasts, **FOUR_WARPS)
         return addresses, leasts
 
     def _stream(
@@ -152,7 +160,7 @@ class TritonBucket:
                 self._rows, self._chunk_owners, addresses, *(weights or (addresses, self._carried)),
                 self._carried, residual, candidate, products, *chunks, KIND=self._tables.kind,
                 WEIGHS=weights is not None, TILE=geometry.tile, CHUNK=geometry.chunk,
-                SLOT=geometry.slot, **FEW,
+                SLOT=geometry.slot, **FOUR_WARPS,
             )  # fmt: skip
 
     def _narrow(self, products: Tensor, payload: Tensor, chunks: Any, runs: Any) -> None:
@@ -164,7 +172,7 @@ class TritonBucket:
             *chunks, *runs, programs, self._head.tensors, geometry.crowd, CHUNK=geometry.chunk,
             SLOT=geometry.slot, RUN_CHUNKS=tables.run_chunks,
             CHUNKS_ROOM=power_of_two(tables.run_chunks), ROOM=tables.run_slot,
-            LANES=geometry.lanes, SAMPLE=2 * geometry.sample, **MANY,
+            LANES=geometry.lanes, SAMPLE=2 * geometry.sample, **SIXTEEN_WARPS,
         )  # fmt: skip
 
     def _scatter(self, products: Tensor, payload: Tensor, runs: Any) -> None:
@@ -172,7 +180,7 @@ class TritonBucket:
         if programs:
             launch(scatter, (programs,),
                 self._rows, self._run_owners, self._carried, products, payload, *runs,
-                RUN=tables.run, ROOM=tables.run_slot, LANES=tables.geometry.lanes, **MANY,
+                RUN=tables.run, ROOM=tables.run_slot, LANES=tables.geometry.lanes, **SIXTEEN_WARPS,
             )  # fmt: skip
 
     def _pack(self, candidate: Tensor, payload: Tensor) -> None:
@@ -180,7 +188,7 @@ class TritonBucket:
         if programs:
             launch(pack, (programs,),
                 self._rows, self._parcel_owners, candidate, payload, VALUES=self._head.values,
-                BLOCK=tables.block, ROWS=tables.parcel_rows, **FEW,
+                BLOCK=tables.block, ROWS=tables.parcel_rows, **FOUR_WARPS,
             )  # fmt: skip
 
     def _gather(self, gathered: Tensor, scale: float, addresses: Tensor) -> None:
@@ -193,7 +201,7 @@ class TritonBucket:
             launch(locate, (-(-tiles // _LOCATE_LANES), ranks),
                 self._rows, self._tile_owners, gathered, begins, tiles, head.payload_bytes,
                 STEPS=tables.most_entries.bit_length(), OUTPUT=geometry.output,
-                LANES=_LOCATE_LANES, **FEW,
+                LANES=_LOCATE_LANES, **FOUR_WARPS,
             )  # fmt: skip
         programs = min(tiles, geometry.programs * geometry.writers)
         rows = self._take("rows", programs * geometry.output, torch.float32)
@@ -201,7 +209,7 @@ class TritonBucket:
             self._rows, self._tile_owners, addresses, gathered, begins, rows, tiles, ranks,
             head.payload_bytes, head.flags_at, scale, KIND=tables.kind, VALUES=head.values,
             RANKS_ROOM=power_of_two(ranks), OUTPUT=geometry.output, BLOCK=geometry.block,
-            LANES=_ENTRY_LANES, **FEW,
+            LANES=_ENTRY_LANES, **FOUR_WARPS,
         )  # fmt: skip
 
 

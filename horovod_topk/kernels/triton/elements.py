@@ -83,7 +83,10 @@ def prepare_buffer(
     decay: tl.tensor,
     DECAYS: tl.constexpr,
 ) -> None:
-    """`topkef_prepare_buffer` of kernels/cpu/topkef.h. losses: bits of float32, int64."""
+    """Prepare SGD's momentum buffers, as `topkef_prepare_buffer` of kernels/cpu/topkef.h.
+
+    losses: bits of float32, int64.
+    """
     t, at, _, inside = spot(table, owners)
     loss = tl.load(losses + t).to(tl.int32).to(tl.float32, bitcast=True)
     phi = tl.load(pointers(arrivals, t) + at, mask=inside, other=0.0)
@@ -106,7 +109,10 @@ def restore_buffer(
     momentum: tl.tensor,
     left: tl.tensor,
 ) -> None:
-    """`topkef_restore_buffer` of kernels/cpu/topkef.h. left: (1 - momentum) / momentum."""
+    """Restore SGD's momentum buffers, as `topkef_restore_buffer` of kernels/cpu/topkef.h.
+
+    left: (1 - momentum) / momentum.
+    """
     t, at, _, inside = spot(table, owners)
     b = share(tl.load(pointers(arrivals, t) + at, mask=inside, other=0.0), momentum)
     buffer = pointers(buffers, t) + at
@@ -124,32 +130,33 @@ def prepare_moment(
     arrivals: tl.tensor,
     squares: tl.tensor,
     factors: tl.tensor,
-    mosts: tl.tensor,
+    largest: tl.tensor,
     beta: tl.tensor,
     again: tl.tensor,
     now: tl.tensor,
     later: tl.tensor,
     rate: tl.tensor,
-    most: tl.tensor,
+    threshold: tl.tensor,
     beta2: tl.tensor,
     new: tl.tensor,
 ) -> None:
-    """`topkef_prepare_moment` of kernels/cpu/topkef.h, whose limit is `most` here.
+    """Prepare Adam's first moments, as `topkef_prepare_moment` of kernels/cpu/topkef.h.
 
-    factors, mosts: addresses of c of both classes, and of the most that |m'| may be where v is 1.
+    factors, largest: addresses of c of both classes, and of the largest |m'| where v is 1.
+    threshold: `limit` of topkef.h.
     new: 1 - beta2.
     """
     t, at, _, inside = spot(table, owners)
     phi = tl.load(pointers(arrivals, t) + at, mask=inside, other=0.0)
     g = tl.load(pointers(added, t) + at, mask=inside, other=0.0)
     has_arrived = tl.load(pointers(gradients, t) + at, mask=inside, other=0.0) != 0.0
-    is_often = phi - tl.where(has_arrived, rate, 0.0) > most
+    is_often = phi - tl.where(has_arrived, rate, 0.0) > threshold
     c = tl.where(is_often, tl.load(pointers(factors, t)), tl.load(pointers(factors, t) + 1))
     b = tl.math.sqrt_rn(phi) * beta
     moment = pointers(moments, t) + at
     own = tl.load(moment, mask=inside, other=0.0) * (b * again)
     moved = own + (c * now * (1.0 - b)) * g
     v = tl.load(pointers(squares, t) + at, mask=inside, other=0.0) * beta2
-    limits = tl.math.sqrt_rn(g * g * new + v) * tl.load(pointers(mosts, t))
+    limits = tl.math.sqrt_rn(g * g * new + v) * tl.load(pointers(largest, t))
     moved = tl.where(moved > limits, limits, tl.where(moved < -limits, -limits, moved))
     tl.store(moment, moved - g * later, mask=inside)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 # Sums and products are rounded separately, as in `Ops`: a fused multiply-add rounds once.
-FEW: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-SOME: dict[str, Any] = {**FEW, "num_warps": 8}
-MANY: dict[str, Any] = {**FEW, "num_warps": 16}
+FOUR_WARPS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+EIGHT_WARPS: dict[str, Any] = {**FOUR_WARPS, "num_warps": 8}
+SIXTEEN_WARPS: dict[str, Any] = {**FOUR_WARPS, "num_warps": 16}
 
 
 def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

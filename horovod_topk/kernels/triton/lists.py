@@ -10,31 +10,34 @@ import torch
 from torch import Tensor
 
 from horovod_topk.kernels.triton import elements, samples
-from horovod_topk.kernels.triton.launching import FEW, SOME, launch, on
-from horovod_topk.kernels.triton.memory import Addresses, current_stream
+from horovod_topk.kernels.triton.launching import EIGHT_WARPS, FOUR_WARPS, launch, on
+from horovod_topk.kernels.triton.memory import Addresses, current_stream, is_packed, packed
 from horovod_topk.ops.protocol import Place
 
 BLOCK = int(elements.BLOCK)
-MOST = 256  # arrays of addresses that are kept for lists of equal sizes
+KEPT = 4096  # arrays of addresses for lists of equal sizes
 
 
-def fit(*lists: Sequence[Tensor]) -> bool:
-    """Whether all tensors are float32 on one GPU, in row-major order, as kernels need them."""
+def suit(*lists: Sequence[Tensor]) -> bool:
+    """Whether all tensors are float32 on one GPU: facts that are equal on all ranks."""
     device = lists[0][0].get_device()
-    for tensors in lists:  # a loop, as it runs for each tensor in each step
+    for tensors in lists:  # loops, as they run for each tensor in each step
         for tensor in tensors:
             if tensor.dtype is not torch.float32 or tensor.get_device() != device:
-                return False
-            if not tensor.is_contiguous() or tensor.is_neg():
                 return False
     return True
 
 
+def fit(*lists: Sequence[Tensor]) -> bool:
+    """Whether all tensors suit, and are in row-major order, so that kernels can write to them."""
+    return suit(*lists) and all(is_packed(tensor) for tensors in lists for tensor in tensors)
+
+
 def follow(mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) -> None:
-    """`horovod_topk.ops.protocol.Ops.follow`, of tensors that `fit`."""
-    layout = _layout_of(gradients)
+    """`horovod_topk.ops.protocol.Ops.follow`, of tensors that `suit`."""
+    layout, flat = _layout_of(gradients), [*map(packed, gradients)]
     with on(mean.device):
-        given = layout.point_to("follow", gradients)
+        given = layout.point_to("follow", flat)
         layout.launch(elements.follow, given, mean, out, 1.0 - rate, rate)
 
 
@@ -52,11 +55,12 @@ def lost(
     places: tuple[Place, ...],
     states: Sequence[Tensor],
 ) -> None:
-    """`horovod_topk.ops.protocol.Ops.lost` of tensors that `fit`, without factors."""
-    table = _places(places, arrivals.device)
+    """`horovod_topk.ops.protocol.Ops.lost` of tensors that `suit`, without factors."""
+    table, flat = _places(places, arrivals.device), [*map(packed, gradients)]
     with on(arrivals.device):
-        arrays = table.array, table.point_to("lost", gradients), *residuals, arrivals, *states
-        launch(samples.lost, (len(places),), *arrays, **SOME)
+        given = table.point_to("lost", flat)
+        arrays = table.array, given, *residuals, arrivals, *states
+        launch(samples.lost, (len(places),), *arrays, **EIGHT_WARPS)
 
 
 def energies(
@@ -66,12 +70,14 @@ def energies(
     states: Sequence[Tensor],
     numbers: tuple[float, float, float],
 ) -> None:
-    """`horovod_topk.ops.protocol.Ops.energies`, of tensors that `fit`."""
-    table, (factor, ranks, least) = _places(places, arrivals.device), numbers
+    """`horovod_topk.ops.protocol.Ops.energies`, of tensors that `suit`."""
+    table, flat = _places(places, arrivals.device), [*map(packed, gradients)]
+    factor, ranks, least = numbers
     with on(arrivals.device):
-        arrays = table.array, table.point_to("energies", gradients), arrivals, *states
-        each = factor * factor, 0.5 / ranks, least * least - 1.0
-        launch(samples.energies, (len(places),), *arrays, *each, **SOME)
+        given = table.point_to("energies", flat)
+        arrays = table.array, given, arrivals, *states
+        each = factor, 0.5 / ranks, least * least - 1.0
+        launch(samples.energies, (len(places),), *arrays, *each, **EIGHT_WARPS)
 
 
 def spikes(
@@ -83,12 +89,15 @@ def spikes(
     factors: Tensor,
     numbers: tuple[float, float],
 ) -> None:
-    """`horovod_topk.ops.protocol.Ops.spikes`, of tensors that `fit`."""
-    table, (rate, spike) = _places(places, scales.device), numbers
+    """`horovod_topk.ops.protocol.Ops.spikes`, of tensors that `suit`."""
+    table, flat = _places(places, scales.device), [*map(packed, gradients)]
+    rate, spike = numbers
     with on(scales.device):
-        given = table.point_to("spikes", gradients)
+        given = table.point_to("spikes", flat)
         arrays = table.array, given, scales, *means, factors
-        launch(samples.spikes, (len(places),), *arrays, 1.0 / gain, rate - 1.0, spike, **SOME)
+        launch(
+            samples.spikes, (len(places),), *arrays, 1.0 / gain, rate - 1.0, spike, **EIGHT_WARPS
+        )
 
 
 def prepare_buffers(
@@ -125,18 +134,18 @@ def prepare_moments(lists: Sequence[Sequence[Tensor]], numbers: Sequence[float])
 
     Args:
         lists: moments, gradients as Adam adds them, exchanged gradients, arrivals, mean squares,
-            factors of both classes, and the most that |m'| may be where v is 1; they `fit`.
+            factors of both classes, and the largest |m'| where v is 1; they `fit`.
         numbers: those of `horovod_topk.kernels.triton.elements.prepare_moment`, in its order.
     """
     layout = _layout_of(lists[0])
-    names = "moments", "added", "gradients", "phi", "squares", "factors", "most"
+    names = "moments", "added", "gradients", "phi", "squares", "factors", "largest"
     with on(lists[0][0].device):
         given = [layout.point_to(*each) for each in zip(names, lists, strict=True)]
         layout.launch(elements.prepare_moment, *given, *numbers)
 
 
 class _Memory:
-    """Addresses of lists of tensors on their device."""
+    """Addresses of lists of tensors on their device; not for CUDA graphs."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count, self._device = count, device
@@ -155,8 +164,8 @@ class _Memory:
         """
         key = name, current_stream(self._device), first
         if key not in self._known:
-            if len(self._known) >= MOST:
-                self._known.clear()
+            if len(self._known) >= KEPT:
+                del self._known[next(iter(self._known))]
             self._known[key] = Addresses(self._count, self._device)
         return self._known[key].store(numbers)
 
@@ -179,7 +188,7 @@ class _Layout(_Memory):
         """Launch one program for each block."""
         if self._programs:
             both = self._table, self._owners
-            launch(kernel, (self._programs,), *both, *arguments, **constants, **FEW)
+            launch(kernel, (self._programs,), *both, *arguments, **constants, **FOUR_WARPS)
 
 
 class _Places(_Memory):

@@ -1,4 +1,4 @@
-"""Device memory for kernels beside the arenas: addresses of tensors, and scratch memory."""
+"""Memory that kernels use beside the arenas: tensors, their addresses, and scratch memory."""
 
 from __future__ import annotations
 
@@ -43,6 +43,15 @@ def is_packed(tensor: Tensor) -> bool:
 def packed(tensor: Tensor) -> Tensor:
     """Return a tensor whose elements are in row-major order in memory: a copy where needed."""
     return tensor if is_packed(tensor) else tensor.resolve_neg().contiguous()
+
+
+def _write_nothing(tensor: Tensor) -> None:
+    """Increment a tensor's version by an empty write in place."""
+    tensor.view(-1)[:0].zero_()
+
+
+# Tells autograd that a tensor that it may have saved has changed: kernels write to its memory.
+note_writing = getattr(torch.autograd.graph, "increment_version", _write_nothing)  # PyTorch 2.2
 
 
 class Addresses:

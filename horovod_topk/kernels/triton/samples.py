@@ -3,7 +3,7 @@
 """Kernels that add up squares of samples of a list of tensors, one program for each tensor.
 
 A sample is every so many blocks of a shard; see `horovod_topk.ops.protocol.Ops.blocks`. Sums are
-float64, in an order that depends on the sample alone.
+float64, in an order that depends on the sample and on Triton alone.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ def summed(
     before: tl.tensor,
     after: tl.tensor,
     arrivals: tl.tensor,
+    factor: tl.tensor,
     KEEPS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the energies of the elements that arrive often, and of the others, as `Ops.lost`.
+    """Add up energies of the elements of a tensor that arrive often, and of its others.
 
-    KEEPS: there are residuals; else they are the gradients' own energies.
+    factor: of the gradients.
+    KEEPS: energies that error feedback takes away, given residuals; else those of the gradients.
     """
     numel, shards, first, parts, blocks = place(table, t)
     source = pointers(gradients, t)
@@ -64,7 +66,7 @@ def summed(
         block = ((begin + tl.arange(0, ROWS)) * parts)[:, None].to(tl.int64)
         at = (block * shards + first) * BLOCK + lanes
         inside = at < numel
-        came = tl.load(source + at, mask=inside, other=0.0)
+        came = tl.load(source + at, mask=inside, other=0.0) * factor
         energy = came * came
         if KEEPS:
             kept = own + block * BLOCK + lanes
@@ -79,7 +81,7 @@ def summed(
 
 
 @triton.jit
-def follow(
+def fade(
     at: tl.tensor, now: tl.tensor, fading: tl.tensor, before: tl.tensor, after: tl.tensor
 ) -> tl.tensor:
     """Add this step's energy of class number `at` to what fades; store and return the sum."""
@@ -100,12 +102,12 @@ def lost(
     before: tl.tensor,
     after: tl.tensor,
 ) -> None:
-    """`Ops.lost`."""
+    """Compute each tensor's D' of both classes, once gradients are encoded: `Ops.lost`."""
     t = tl.program_id(0)
-    often, rarely = summed(table, t, gradients, residual, candidate, arrivals, True)
+    often, rarely = summed(table, t, gradients, residual, candidate, arrivals, 1.0, True)
     scale = tl.load(scales + t)
-    follow(2 * t, often.to(tl.float32) * scale, fading, before, after)
-    follow(2 * t + 1, rarely.to(tl.float32) * scale, fading, before, after)
+    fade(2 * t, often.to(tl.float32) * scale, fading, before, after)
+    fade(2 * t + 1, rarely.to(tl.float32) * scale, fading, before, after)
 
 
 @triton.jit
@@ -122,7 +124,7 @@ def settle(
     least: tl.tensor,
 ) -> None:
     """Store E' and c of class number `at`, given its energy in this step."""
-    energy = follow(at, now, fading, before, after)
+    energy = fade(at, now, fading, before, after)
     less = tl.load(lost + at)
     over = (tl.abs(less) - less) * by_ranks
     over = tl.minimum(over, energy * tl.load(gains + at))
@@ -148,11 +150,14 @@ def energies(
     by_ranks: tl.tensor,
     least: tl.tensor,
 ) -> None:
-    """`Ops.energies`. factor: of sums; by_ranks: 1 / 2R; least: the least c^2, less 1."""
+    """Compute each tensor's E' and c of both classes, after the exchange: `Ops.energies`.
+
+    factor: of gradients; by_ranks: 1 / 2R; least: the least c^2, less 1.
+    """
     t = tl.program_id(0)
-    often, rarely = summed(table, t, gradients, arrivals, arrivals, arrivals, False)
+    often, rarely = summed(table, t, gradients, arrivals, arrivals, arrivals, factor, False)
     scale = tl.load(scales + t)
-    numbers = (often * factor).to(tl.float32) * scale, (rarely * factor).to(tl.float32) * scale
+    numbers = often.to(tl.float32) * scale, rarely.to(tl.float32) * scale
     settle(2 * t, numbers[0], fading, before, after, lost, gains, factors, by_ranks, least)
     settle(2 * t + 1, numbers[1], fading, before, after, lost, gains, factors, by_ranks, least)
 
@@ -169,7 +174,10 @@ def spikes(
     slowly: tl.tensor,
     spike: tl.tensor,
 ) -> None:
-    """`Ops.spikes`. ungain: what gradients are multiplied by; slowly: rate - 1."""
+    """Compute the mean of each tensor's norms, and what a sudden one is scaled by: `Ops.spikes`.
+
+    ungain: factor of gradients; slowly: weight of the present step, less 1.
+    """
     t = tl.program_id(0)
     numel, shards, first, parts, blocks = place(table, t)
     source = pointers(gradients, t)
