@@ -182,8 +182,10 @@ class TorchOps(FactorVerbs):
         return True
 
     def kernel_kind(self, device: str) -> str:
+        if self._lists(torch.device(device)) is not None:
+            return f"Triton {triton.version()}"
         kind = torch.device(device).type
-        return kind if self._lists(torch.device(device)) is None else f"Triton {triton.version()}"
+        return "framework" if kind == "cpu" else kind
 
     def energies(
         self,
