@@ -53,7 +53,7 @@ class Norms(Generic[Array]):
         self._ops.limit(tensors, factors)
 
     def _follow(self, tensors: Sequence[Array], gain: float) -> None:
-        """Compute the states of the next step."""
+        """Compute the mean norms after this step, and this step's factors, without a kernel."""
         ops, dtype, means = self._ops, self._bucket.residual_dtype, self._states[NORMS]
         sampled: Any = ops.blocks(tensors, [each.pick for each in self._samples], dtype)
         if gain != 1.0:

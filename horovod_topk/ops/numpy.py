@@ -17,7 +17,7 @@ from horovod_topk.ops import coding
 from horovod_topk.ops.coding import FLOAT_BITS, SHARD_BLOCK
 from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import Pick
+from horovod_topk.ops.protocol import Pick, WithoutKernels
 
 Array = NDArray[Any]
 
@@ -25,7 +25,7 @@ _LARGEST_BFLOAT16 = float.fromhex("0x1.fep127")
 _UNSIGNED = {"int16": "uint16", "int32": "uint32"}
 
 
-class NumpyOps(FactorVerbs):
+class NumpyOps(WithoutKernels, FactorVerbs):
     """`horovod_topk.ops.Ops` for numpy.ndarray (float16, float32 and float64 gradients)."""
 
     def zeros(self, numel: int, dtype: str, device: str = "cpu") -> Array:
@@ -79,18 +79,6 @@ class NumpyOps(FactorVerbs):
         real = mean.dtype.type
         has_arrived = np.concatenate([each.reshape(-1) != 0 for each in gradients])
         np.add(mean * real(1.0 - rate), real(rate) * has_arrived, out=out)
-
-    def lost(self, *arrays: Any) -> bool:
-        return False
-
-    def kernel_kind(self, device: str) -> str:
-        return "framework"
-
-    def energies(self, *arrays: Any) -> bool:
-        return False
-
-    def spikes(self, *arrays: Any) -> bool:
-        return False
 
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
         u, lost = velocity[index], velocity.dtype.type(loss)

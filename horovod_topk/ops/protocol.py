@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from horovod_topk.ops.philox import Stream
 
@@ -246,7 +246,7 @@ class Ops(Protocol[Array]):
         places: tuple[Place, ...],
         states: Sequence[Array],
     ) -> bool:
-        """Compute what encoding has taken away of each gradient's energy: D' of `core.energies`.
+        """Compute the energy that error feedback takes from each gradient: D' of `core.energies`.
 
         Args:
             gradients: of any shape; the other arrays are flat, with all tensors one after another.
@@ -683,3 +683,19 @@ class Ops(Protocol[Array]):
         array: array of any shape; the result is 0 if it has no elements.
         """
         ...
+
+
+class WithoutKernels:
+    """Answers of libraries that have no kernels for what adapts the optimizer's steps."""
+
+    def lost(self, *arrays: Any) -> bool:
+        return False
+
+    def kernel_kind(self, device: str) -> str:
+        return "framework"
+
+    def energies(self, *arrays: Any) -> bool:
+        return False
+
+    def spikes(self, *arrays: Any) -> bool:
+        return False

@@ -30,7 +30,7 @@ from horovod_topk.ops import tensorflow_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick
+from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, WithoutKernels
 
 log = logging.getLogger("horovod_topk")
 
@@ -156,7 +156,7 @@ class View(Arithmetic):
 Array = Buffer | View
 
 
-class TensorFlowOps(FactorVerbs):
+class TensorFlowOps(WithoutKernels, FactorVerbs):
     """`horovod_topk.ops.Ops` for buffers of tf.Tensor.
 
     Args:
@@ -226,18 +226,6 @@ class TensorFlowOps(FactorVerbs):
             kept = self.view(mean, start, stop).value * _scalar(1.0 - rate, mean.dtype)
             _write(self.view(out, start, stop), kept + arrived * _scalar(rate, mean.dtype))
             start = stop
-
-    def lost(self, *arrays: Any) -> bool:
-        return False
-
-    def kernel_kind(self, device: str) -> str:
-        return "framework"
-
-    def energies(self, *arrays: Any) -> bool:
-        return False
-
-    def spikes(self, *arrays: Any) -> bool:
-        return False
 
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
         u, lost = tf.gather(velocity.value, index.value), _scalar(loss, velocity.dtype)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from horovod_topk.kernels import native, triton
 from horovod_topk.kernels.triton.memory import note_writing
+from horovod_topk.kernels.triton.memory import packed as _packed
 from horovod_topk.ops import coding
 from horovod_topk.ops import torch_lists as lists
 from horovod_topk.ops import torch_packing as packing
@@ -693,7 +694,7 @@ class CpuBucket:
 
 @functools.cache
 def _warn_once(device: str, reason: str) -> None:
-    """Say why a device has no kernel: once, not for each bucket."""
+    """Log once, and not for each bucket, why a device has no kernel."""
     log.warning("TopKEF compresses on %s by torch's own operations: %s", device, reason)
 
 
@@ -711,13 +712,6 @@ def _is_finite(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     return torch.stack(torch.aminmax(tensor)).isfinite().all()
-
-
-def _packed(tensor: Tensor) -> Tensor:
-    """A tensor's elements in row-major order in memory; the tensor itself if it is contiguous."""
-    if tensor.is_contiguous() and not tensor.is_neg():
-        return tensor
-    return tensor.resolve_neg().contiguous()
 
 
 def _product(

@@ -63,26 +63,26 @@ def test_kernels_compile_without_a_gpu(tier: str) -> None:
 
 
 def drawn(seed: int) -> list[Tensor]:
-    """Normal numbers, half of them 0."""
+    """Draw normal numbers, and set half of them to 0."""
     generator = torch.Generator().manual_seed(seed)
     found = [torch.randn(n, generator=generator) for n in SIZES]
     return [each * (torch.rand(each.shape, generator=generator) < 0.5) for each in found]
 
 
 def shares(seed: int) -> list[Tensor]:
-    """Numbers from 0 to 1, both included."""
+    """Draw numbers from 0 to 1; both ends occur."""
     generator = torch.Generator().manual_seed(seed)
     return [(torch.rand(n, generator=generator) * 1.2 - 0.1).clamp(0, 1) for n in SIZES]
 
 
 def on_device(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies, of which the first one lies at an odd address."""
+    """Copy tensors to the device; the first copy lies at an odd address."""
     first = torch.cat([tensors[0][:1], tensors[0]]).to(DEVICE)[1:]
     return [first, *(each.clone().to(DEVICE) for each in tensors[1:])]
 
 
 def places(parts: int, first: int) -> tuple[Place, ...]:
-    """Samples of shards, whose residuals lie one after another."""
+    """Return where samples of one shard of each tensor are."""
     found, start = list[Place](), 0
     for numel in SIZES:
         found.append((start, start, numel, *Sample(numel, parts, first).pick))
@@ -102,7 +102,7 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("decay", [0.0, 1e-3])
 @pytest.mark.usefixtures("kernels_alone")
 def case_momentum_buffers(decay: float) -> None:
-    """Prepared and restored; one of them is a transposed matrix, which no kernel writes to."""
+    """Kernels prepare and restore all buffers but a transposed matrix, which torch does."""
     numbers = torch_buffers.Numbers(0.9, decay)
     given, losses = [drawn(0), drawn(1), drawn(2), shares(3)], [0.0, 0.5, 0.1, 0.5, 0.25, 0.3]
     found = [on_device(tensors) for tensors in given]
@@ -122,7 +122,7 @@ def case_momentum_buffers(decay: float) -> None:
 
 
 def assert_near(expected: list[Tensor], found: list[Tensor]) -> None:
-    """The kernels' results have the same bits; torch's on a GPU, of number 1, may not."""
+    """Compare results: all are near, and equal but for number 1, which torch computes."""
     for position, (one, other) in enumerate(zip(expected, found, strict=True)):
         flat = other.reshape(-1)
         if position != 1:
@@ -133,7 +133,7 @@ def assert_near(expected: list[Tensor], found: list[Tensor]) -> None:
 @pytest.mark.parametrize("most", [1.0, 1e3])
 @pytest.mark.usefixtures("kernels_alone")
 def case_first_moments(most: float) -> None:
-    """Some elements are limited, or none is."""
+    """The kernel prepares moments with the bits of torch, where some are limited or none is."""
     gradients = drawn(0)
     factors = [torch.tensor([1.0 - at / 10, 1.0 + at / 8]) for at in range(len(SIZES))]
     squares = [each * each for each in drawn(3)]

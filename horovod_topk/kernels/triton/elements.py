@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""Kernels that read or write each element of a list of tensors, all of them in one launch.
+"""Triton kernels that read or write each element of a list of tensors, in one launch for all.
 
 Every operation is rounded as in `horovod_topk.kernels.cpu`, so that results have the same bits.
 """
@@ -52,7 +52,7 @@ def follow(
     kept: tl.tensor,
     rate: tl.tensor,
 ) -> None:
-    """out = kept * mean, plus `rate` where a gradient is not 0; `mean` and `out` are flat."""
+    """Write kept * mean, plus `rate` where a gradient is not 0, to `out`. Both arrays are flat."""
     t, at, place, inside = spot(table, owners)
     g = tl.load(pointers(gradients, t) + at, mask=inside, other=0.0)
     faded = tl.load(mean + place, mask=inside, other=0.0) * kept

@@ -1,4 +1,4 @@
-"""How kernels are launched: without a wait, on the current stream of a device."""
+"""Launches Triton kernels on a device's current stream, without waiting for them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SIXTEEN_WARPS: dict[str, Any] = {**FOUR_WARPS, "num_warps": 16}
 
 
 def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel's programs."""
+    """Launch a kernel with a number of programs in each dimension."""
     kernel[programs](*arguments, **constants)
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which `device` is the current CUDA device, on which Triton launches."""
+    """Return a context in which `device` is the current CUDA device, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

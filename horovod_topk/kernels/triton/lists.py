@@ -1,4 +1,7 @@
-"""Launches kernels that compute with lists of tensors: one launch for all tensors of a list."""
+"""Launches Triton kernels that compute with lists of tensors, once for all tensors of a list.
+
+`Ops` is `horovod_topk.ops.protocol.Ops`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ KEPT = 4096  # arrays of addresses for lists of equal sizes
 
 
 def suit(*lists: Sequence[Tensor]) -> bool:
-    """Whether all tensors are float32 on one GPU: facts that are equal on all ranks."""
+    """Return whether all tensors are float32 on one GPU, which is equal on all ranks."""
     device = lists[0][0].get_device()
     for tensors in lists:  # loops, as they run for each tensor in each step
         for tensor in tensors:
@@ -29,12 +32,12 @@ def suit(*lists: Sequence[Tensor]) -> bool:
 
 
 def fit(*lists: Sequence[Tensor]) -> bool:
-    """Whether all tensors suit, and are in row-major order, so that kernels can write to them."""
+    """Return whether tensors suit and are in row-major order, so that kernels can write to them."""
     return suit(*lists) and all(is_packed(tensor) for tensors in lists for tensor in tensors)
 
 
 def follow(mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) -> None:
-    """`horovod_topk.ops.protocol.Ops.follow`, of tensors that `suit`."""
+    """Update how often elements arrive, as `Ops.follow`. The tensors have to `suit`."""
     layout, flat = _layout_of(gradients), [*map(packed, gradients)]
     with on(mean.device):
         given = layout.point_to("follow", flat)
@@ -42,7 +45,7 @@ def follow(mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) 
 
 
 def limit(arrays: Sequence[Tensor], factors: Tensor) -> None:
-    """`horovod_topk.ops.protocol.Ops.limit`, of tensors that `fit`."""
+    """Multiply each tensor by its factor if that is below 1, as `Ops.limit`. They have to `fit`."""
     layout = _layout_of(arrays)
     with on(factors.device):
         layout.launch(elements.limit, layout.point_to("limit", arrays), factors)
@@ -55,7 +58,7 @@ def lost(
     places: tuple[Place, ...],
     states: Sequence[Tensor],
 ) -> None:
-    """`horovod_topk.ops.protocol.Ops.lost` of tensors that `suit`, without factors."""
+    """Compute lost energies, as `Ops.lost` without factors. The tensors have to `suit`."""
     table, flat = _places(places, arrivals.device), [*map(packed, gradients)]
     with on(arrivals.device):
         given = table.point_to("lost", flat)
@@ -70,7 +73,7 @@ def energies(
     states: Sequence[Tensor],
     numbers: tuple[float, float, float],
 ) -> None:
-    """`horovod_topk.ops.protocol.Ops.energies`, of tensors that `suit`."""
+    """Compute energies and Adam's factors, as `Ops.energies`. The tensors have to `suit`."""
     table, flat = _places(places, arrivals.device), [*map(packed, gradients)]
     factor, ranks, least = numbers
     with on(arrivals.device):
@@ -89,7 +92,7 @@ def spikes(
     factors: Tensor,
     numbers: tuple[float, float],
 ) -> None:
-    """`horovod_topk.ops.protocol.Ops.spikes`, of tensors that `suit`."""
+    """Compute mean norms and SGD's factors, as `Ops.spikes`. The tensors have to `suit`."""
     table, flat = _places(places, scales.device), [*map(packed, gradients)]
     rate, spike = numbers
     with on(scales.device):
@@ -145,7 +148,7 @@ def prepare_moments(lists: Sequence[Sequence[Tensor]], numbers: Sequence[float])
 
 
 class _Memory:
-    """Addresses of lists of tensors on their device; not for CUDA graphs."""
+    """Keeps addresses of lists of tensors on their device; not for use in CUDA graphs."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count, self._device = count, device
@@ -171,7 +174,7 @@ class _Memory:
 
 
 class _Layout(_Memory):
-    """How a list of tensors is divided into blocks."""
+    """Divides a list of tensors into blocks, one for each program of a kernel."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         super().__init__(len(sizes), device)
@@ -192,7 +195,7 @@ class _Layout(_Memory):
 
 
 class _Places(_Memory):
-    """Where samples of a list of tensors are."""
+    """Keeps on a device where samples of a list of tensors are."""
 
     def __init__(self, places: Sequence[Place], device: torch.device) -> None:
         super().__init__(len(places), device)

@@ -11,7 +11,7 @@ _scratch: dict[tuple[str, torch.device, int], Tensor] = {}
 
 
 def current_stream(device: torch.device) -> int:
-    """Return the number of a device's current stream; 0 on a CPU."""
+    """Return a number that identifies a device's current CUDA stream; it is 0 on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""Kernels that add up squares of samples of a list of tensors, one program for each tensor.
+"""Triton kernels that add up squares of samples of a list of tensors, a program for each tensor.
 
 A sample is every so many blocks of a shard; see `horovod_topk.ops.protocol.Ops.blocks`. Sums are
 float64, in an order that depends on the sample and on Triton alone.
@@ -26,7 +26,7 @@ TINY = tl.constexpr(2.0**-100)
 def place(
     table: tl.tensor, t: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return numel, shards, first, parts of a tensor's sample, and its number of blocks."""
+    """Load where a tensor's sample is: numel, shards, first, parts; and count its blocks."""
     row = table + t * COLUMNS
     numel, shards, first = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     parts, blocks = tl.load(row + 5), (numel + BLOCK - 1) // BLOCK
@@ -36,7 +36,7 @@ def place(
 
 @triton.jit
 def finite(value: tl.tensor) -> tl.tensor:
-    """0 for NaN and infinities; other float32 saturate, as `Ops.finite` has it."""
+    """Replace NaN and infinities by 0, and limit others to +-LARGEST, as `Ops.finite` does."""
     is_finite = tl.abs(value) < float("inf")
     return tl.where(is_finite, tl.minimum(tl.maximum(value, -LARGEST), LARGEST), 0.0)
 
