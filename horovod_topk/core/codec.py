@@ -140,20 +140,24 @@ class PayloadCodec(Generic[Array]):
 
     def measures(self, bucket: BucketPlan) -> Array:
         """This rank's measures of an encoded bucket, as the uint8 bytes of a payload."""
+        data = self._ops.zeros(wire.MEASURE * len(bucket.measures), "uint8", bucket.device)
+        self._store_measures(bucket, data, 0)
+        return data
+
+    def _store_measures(self, bucket: BucketPlan, data: Array, at: int) -> None:
+        """Write this rank's measures of an encoded bucket to uint8 bytes, from `at` on."""
         ops, given = self._ops, [*self._given.get(bucket.ordinal, [0.0] * _own(bucket))]
         own = self._measured.get(bucket.ordinal, [])
         given += [total_of(each) for each in zip(*own, strict=True)]
-        data = ops.zeros(wire.MEASURE * len(bucket.measures), "uint8", bucket.device)
         numbers = [each if isinstance(each, float) else 0.0 for each in given]
         if numbers:
-            ops.store_bytes(data, 0, struct.pack(f"<{len(given)}f", *numbers))
+            ops.store_bytes(data, at, struct.pack(f"<{len(given)}f", *numbers))
         for i, each in enumerate(given):
             if not isinstance(each, float):
-                ops.store(data, wire.MEASURE * i, ops.pack_values(each, "float32"))
+                ops.store(data, at + wire.MEASURE * i, ops.pack_values(each, "float32"))
         if bucket.tensor_measures and bucket.ordinal in self._of_tensors:
             last = ops.pack_values(self._of_tensors[bucket.ordinal](), "float32")
-            ops.store(data, wire.MEASURE * len(given), last)
-        return data
+            ops.store(data, at + wire.MEASURE * len(given), last)
 
     def new_payload(self, bucket: BucketPlan) -> Array:
         """Allocate a payload that has the bucket's header and is zero otherwise."""
@@ -245,9 +249,7 @@ class PayloadCodec(Generic[Array]):
         first: object = kernels[0]
         if isinstance(first, SupportsOnePass) and not arenas[0].plan.config.measured:
             residuals, candidates, factors = zip(*(each.unscaled() for each in arenas), strict=True)
-            streams = list[Stream]()
-            if isinstance(arenas[0].plan.config, Seeded):
-                streams = [stream for each in arenas for stream in self._streams(each.plan)]
+            streams = [stream for each in arenas for stream in self._streams(each.plan)]
             squares = self._squares_for(arenas[0].plan) if self._squares else ()
             memory = residuals, candidates, gradients, payloads
             first.encode_shards(kernels, *memory, factors, velocities, streams, squares)
@@ -265,7 +267,7 @@ class PayloadCodec(Generic[Array]):
         """Write this rank's measures into the payloads that it has encoded."""
         for bucket, payload in zip(buckets, payloads, strict=True):
             if bucket.measures and bucket.ordinal in self._given:
-                self._ops.store(payload, HEADER_BYTES, self.measures(bucket))
+                self._store_measures(bucket, payload, HEADER_BYTES)
                 self._sealed[bucket.fingerprint] = self._given[bucket.ordinal]
 
     def rows(
@@ -563,6 +565,8 @@ class PayloadCodec(Generic[Array]):
 
     def _streams(self, bucket: BucketPlan) -> list[Stream]:
         """Streams of a kernel's random numbers, one a piece; empty if the method draws none."""
+        if not isinstance(bucket.config, Seeded):
+            return []
         keys = (self.key(bucket, position, rows=False) for position in range(len(bucket.tensors)))
         return [key.own for key in keys if key is not None]
 

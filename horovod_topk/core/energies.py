@@ -99,17 +99,18 @@ class Energies(Generic[Array]):
         It is of use where some elements are sent and others are not.
         """
         found: list[Array | None] = [None] * len(self._gradients)
+        if not self._selecting:
+            return found
+        like = self._ops.device(self._gradients[0]), self._bucket.residual_dtype
         for at in self._selecting:
-            spec, gradient = self._bucket.gradients[at].spec, self._gradients[at]
+            spec = self._bucket.gradients[at].spec
             v = self._momenta.of(spec.name).squares
-            if v is not None and self._is_like(v, spec.numel, gradient):
+            if v is not None and self._facts(v) == (spec.numel, *like):
                 found[at] = v
         return found
 
-    def _is_like(self, squares: Array, numel: int, gradient: Array) -> bool:
-        ops = self._ops
-        is_there = ops.numel(squares) == numel and ops.device(squares) == ops.device(gradient)
-        return is_there and ops.dtype(squares) == self._bucket.residual_dtype
+    def _facts(self, array: Array) -> tuple[int, str, str]:
+        return self._ops.numel(array), self._ops.device(array), self._ops.dtype(array)
 
     def told(self) -> Array:
         """The numbers that this rank sends: D' of each class of each tensor, flat.

@@ -45,10 +45,9 @@ def prepare(buffers: Sequence[Buffer], numbers: Numbers) -> None:
             library.topkef_prepare_buffer(*places, ctypes.addressof(sgd), *_size(each.buffer))
         else:
             rest.append(each)
-    for ours, some in lists.by_kernels(rest, _tensors):
+    for ours, some, own in lists.by_kernels(rest, _tensors):
         if ours is not None:
             losses = [each.loss for each in some]
-            own = [[*tensors] for tensors in zip(*map(_tensors, some), strict=True)]
             ours.prepare_buffers(own, losses, numbers.momentum, numbers.decay)
             continue
         for chunk in lists.chunks(some, lambda each: each.buffer, _kind):
@@ -69,9 +68,9 @@ def restore(prepared: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
             library.topkef_restore_buffer(*places, momentum, *_size(buffer))
         else:
             rest.append((buffer, arrivals))
-    for ours, some in lists.by_kernels(rest, lambda pair: pair):
+    for ours, some, own in lists.by_kernels(rest, lambda pair: pair):
         if ours is not None:
-            ours.restore_buffers(*zip(*some, strict=True), momentum)
+            ours.restore_buffers(*own, momentum)
             continue
         for chunk in lists.chunks(some, lambda pair: pair[0], lambda pair: pair[1].dtype):
             _restore_by_torch(chunk, momentum)

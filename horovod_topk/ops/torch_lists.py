@@ -28,26 +28,28 @@ _verbs: Any = torch  # operations on lists of tensors have no annotations
 
 def by_kernels(
     items: Sequence[Item], tensors: Callable[[Item], Sequence[Tensor]]
-) -> Iterator[tuple[ModuleType | None, list[Item]]]:
+) -> Iterator[tuple[ModuleType | None, list[Item], list[list[Tensor]]]]:
     """Split items into lists that kernels can compute with, one a device, and the others.
 
     tensors: returns those of an item that kernels read and write.
 
     Yields:
-        The module of kernels, `horovod_topk.kernels.triton.lists`, or None, and a list of items.
+        The module of kernels, `horovod_topk.kernels.triton.lists`, or None; a list of items; and,
+        for kernels, a list of the items' first tensors, one of their second ones, and so on.
     """
-    fit, others = dict[torch.device, list[Item]](), list[Item]()
+    fit, others = dict[torch.device, list[tuple[Item, Sequence[Tensor]]]](), list[Item]()
     for item in items:
         found = tensors(item)
         ours = triton.for_lists(found[0].device.type)
         if ours is not None and ours.fit(found):
-            fit.setdefault(found[0].device, []).append(item)
+            fit.setdefault(found[0].device, []).append((item, found))
         else:
             others.append(item)
-    for device, own in fit.items():
-        yield triton.for_lists(device.type), own
+    for device, pairs in fit.items():
+        own, rows = zip(*pairs, strict=True)
+        yield triton.for_lists(device.type), [*own], [[*each] for each in zip(*rows, strict=True)]
     if others:
-        yield None, others
+        yield None, others, []
 
 
 def chunks(

@@ -49,9 +49,8 @@ def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
             _by_kernel(library, each, numbers)
         else:
             rest.append(each)
-    for ours, some in lists.by_kernels(rest, _tensors):
+    for ours, some, own in lists.by_kernels(rest, _tensors):
         if ours is not None:
-            own = [[*tensors] for tensors in zip(*map(_tensors, some), strict=True)]
             ours.prepare_moments(own, _numbers(numbers))
             continue
         for chunk in lists.chunks(some, lambda each: each.moment, lambda each: each.arrivals.dtype):

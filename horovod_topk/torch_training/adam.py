@@ -159,9 +159,10 @@ def second_moments(optimizer: Callable[[], Any], names: Mapping[Any, str]) -> di
     for group in adam.param_groups:
         beta2 = float(group["betas"][1])
         for p in group["params"]:
-            if p in names:
+            name = names.get(p)
+            if name is not None:
                 squares = adam.state.get(p, {}).get("exp_avg_sq")
-                found[names[p]] = Momentum(0.0, False, beta2, squares)
+                found[name] = Momentum(0.0, False, beta2, squares)
     return found
 
 

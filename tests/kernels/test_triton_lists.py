@@ -40,23 +40,21 @@ SIZES = (5, 5000, 1, 2048, 70_001, 513)
 @pytest.mark.skipif(
     (0,) < triton_version() < (3, 9), reason="Triton 3.6 does not interpret under NumPy 2.4"
 )
-def test_under_the_interpreter(tier: str) -> None:
-    run_cases("case_*", tier, __file__, TRITON_INTERPRET="1", TRITON_CASES_ON="cpu")
+def test_under_the_interpreter() -> None:
+    run_cases("case_*", "all", __file__, TRITON_INTERPRET="1", TRITON_CASES_ON="cpu")
 
 
 @needs_triton
-@pytest.mark.tiers("fast", "rest", "all")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-def test_on_a_gpu(tier: str) -> None:
-    run_cases("case_*", tier, __file__, TRITON_INTERPRET="0", TRITON_CASES_ON="cuda")
+def test_on_a_gpu() -> None:
+    run_cases("case_*", "all", __file__, TRITON_INTERPRET="0", TRITON_CASES_ON="cuda")
 
 
 @needs_triton
-@pytest.mark.tiers("fast", "rest", "all")
 @pytest.mark.timeout(600)
-def test_kernels_compile_without_a_gpu(tier: str) -> None:
-    run_cases("compile_*", tier, __file__, TRITON_INTERPRET="0")
+def test_kernels_compile_without_a_gpu() -> None:
+    run_cases("compile_*", "all", __file__, TRITON_INTERPRET="0")
 
 
 # What follows runs under `run_cases`.
@@ -110,7 +108,7 @@ def case_momentum_buffers(decay: float) -> None:
         tensors[1] = tensors[1].view(100, 50).t().contiguous().t()
     buffers = [torch_buffers.Buffer(*row) for row in zip(*found, losses, strict=True)]
     splits = lists_of_items.by_kernels(buffers, torch_buffers._tensors)
-    assert [(ours is not None, len(some)) for ours, some in splits] == [(True, 5), (False, 1)]
+    assert [(ours is not None, len(some)) for ours, some, _ in splits] == [(True, 5), (False, 1)]
     torch_buffers.prepare(buffers, numbers)
     for row in zip(*given, losses, strict=True):
         torch_buffers._prepare_by_torch([torch_buffers.Buffer(*row)], numbers)
@@ -146,7 +144,7 @@ def case_first_moments(most: float) -> None:
     numbers = torch_moments.Numbers(0.9, 0.19, 0.271, 0.1, 0.45, 0.999)
     moments = [torch_moments.Moment(*row) for row in zip(*found, strict=True)]
     splits = lists_of_items.by_kernels(moments, torch_moments._tensors)
-    assert [len(some) for ours, some in splits if ours is not None] == [len(SIZES)]
+    assert [len(some) for ours, some, _ in splits if ours is not None] == [len(SIZES)]
     torch_moments.prepare(moments, numbers)
     for row in zip(*given, strict=True):
         torch_moments._by_torch([torch_moments.Moment(*row)], numbers)

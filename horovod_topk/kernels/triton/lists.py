@@ -33,7 +33,13 @@ def suit(*lists: Sequence[Tensor]) -> bool:
 
 def fit(*lists: Sequence[Tensor]) -> bool:
     """Return whether tensors suit and are in row-major order, so that kernels can write to them."""
-    return suit(*lists) and all(is_packed(tensor) for tensors in lists for tensor in tensors)
+    if not suit(*lists):
+        return False
+    for tensors in lists:
+        for tensor in tensors:
+            if not is_packed(tensor):
+                return False
+    return True
 
 
 def follow(mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) -> None:
