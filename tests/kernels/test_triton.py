@@ -25,6 +25,7 @@ from horovod_topk.core import payload as wire
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.plan import WIDTH, BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
+from horovod_topk.kernels import triton
 from horovod_topk.kernels.triton import unavailable, unsupported
 from horovod_topk.kernels.triton.tables import (
     BFLOAT16,
@@ -108,6 +109,7 @@ def recipe_of(*sizes: int, dtype: str = "float32", **settings: Any) -> tuple[int
 
 def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(triton, "version", lambda: "3.6.0+git9844da95")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     wide, narrow = (recipe_of(5, dtype=dtype) for dtype in ("float64", "float32"))
     assert unavailable("cuda:0") is None and unavailable("cpu") is not None
@@ -124,6 +126,8 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
         assert unsupported(plain, "cuda:0") is None
     large = (*narrow[:HEAD], 2**31, *narrow[HEAD + 1 :])
     assert "more than" in str(unsupported(large, "cuda:0"))
+    monkeypatch.setattr(triton, "version", lambda: "3.2.0")
+    assert unsupported(narrow, "cuda:0") == "Triton 3.2.0 is older than 3.6"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "not installed" in str(unsupported(narrow, "cuda:0"))
 

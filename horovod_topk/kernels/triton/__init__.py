@@ -23,6 +23,7 @@ from types import ModuleType
 
 from horovod_topk.kernels.triton.tables import AS_IS, FLOAT32, HEAD, PACKED, SHARE, SIGN
 
+OLDEST = 3, 6  # the oldest Triton that compiles the kernels, and launches them as `launching` does
 _FLOAT64 = 8  # bytes
 _MOST = 2**31 - 2**20  # elements of a bucket, bytes of a payload: indices are 32-bit
 
@@ -38,9 +39,11 @@ def unavailable(device: str) -> str | None:
         return "Triton is not installed"
     kind = device.partition(":")[0]
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-    if kind == "cuda" or (kind == "cpu" and interpreted):
-        return None
-    return f"the Triton kernels do not run on {device}"
+    if kind != "cuda" and not (kind == "cpu" and interpreted):
+        return f"the Triton kernels do not run on {device}"
+    if tuple(map(int, version().split(".")[:2])) < OLDEST:
+        return f"Triton {version()} is older than {'.'.join(map(str, OLDEST))}"
+    return None
 
 
 @functools.cache
