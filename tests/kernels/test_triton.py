@@ -128,6 +128,8 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
     assert "more than" in str(unsupported(large, "cuda:0"))
     monkeypatch.setattr(triton, "version", lambda: "3.2.0")
     assert unsupported(narrow, "cuda:0") == "Triton 3.2.0 is older than 3.6"
+    monkeypatch.setattr(triton, "version", lambda: "main")
+    assert "does not say its version" in str(unsupported(narrow, "cuda:0"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "not installed" in str(unsupported(narrow, "cuda:0"))
 

@@ -22,7 +22,10 @@ COMPILE = (
     "HOROVOD_TOPK_NATIVE=0 on purpose)"
 )
 UPDATE = "run python -m horovod_topk.kernels.compile, in the environment of this TensorFlow"
-TRITON = "pip install triton; without it compression works, but it is slower"
+TRITON = (
+    "install a PyTorch that brings Triton 3.6 or newer; without it compression works, but it is "
+    "slower"
+)
 
 
 def findings() -> Iterator[Finding]:

@@ -41,9 +41,12 @@ def unavailable(device: str) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     if kind != "cuda" and not (kind == "cpu" and interpreted):
         return f"the Triton kernels do not run on {device}"
-    if tuple(map(int, version().split(".")[:2])) < OLDEST:
-        return f"Triton {version()} is older than {'.'.join(map(str, OLDEST))}"
-    return None
+    try:
+        found = version()
+        is_old = tuple(map(int, found.split(".")[:2])) < OLDEST
+    except (ImportError, AttributeError, ValueError) as error:
+        return f"Triton cannot be imported, or does not say its version: {error}"
+    return f"Triton {found} is older than {'.'.join(map(str, OLDEST))}" if is_old else None
 
 
 @functools.cache

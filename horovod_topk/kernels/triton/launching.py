@@ -15,6 +15,8 @@ EIGHT_WARPS: dict[str, Any] = {**FOUR_WARPS, "num_warps": 8}
 SIXTEEN_WARPS: dict[str, Any] = {**FOUR_WARPS, "num_warps": 16}
 
 ALIGNED = 16  # bytes: Triton compiles a kernel anew for tensors with other addresses
+# For AMD's GPUs it compiles for more than `_kind` says.
+IS_KNOWN = torch.version.hip is None
 
 _compiled: dict[Hashable, tuple[Any, list[Any]]] = {}  # and the values of its constants
 
@@ -23,21 +25,27 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants:
     """Launch a kernel with a number of programs in each dimension.
 
     Triton finds or compiles the kernel for the first arguments of their kinds. Later ones go to the
-    compiled kernel at once: Triton's look-up takes several times as long as the launch.
+    compiled kernel at once: Triton's look-up takes several times as long as the launch. Its hooks
+    before that look-up, and settings that change later, have no effect on them.
 
-    arguments: the first is a tensor. Integers count as constants here.
+    Args:
+        kernel: a function under `triton.jit`.
+        programs: their number in one to three dimensions.
+        arguments: the kernel's first ones; the first is a tensor. Integers count as constants here.
+        constants: all others of the kernel, and Triton's options.
     """
     kinds = tuple([_kind(argument) for argument in arguments])
-    key = kernel.fn, arguments[0].get_device(), kinds, tuple(constants.values())
+    key = kernel.fn, arguments[0].get_device(), kinds, tuple(constants.items())
     found = _compiled.get(key)
-    if found is None:
-        compiled = kernel[programs](*arguments, **constants)
-        if compiled is not None:  # Triton's interpreter compiles nothing
-            names = kernel.arg_names[len(arguments) :]
-            _compiled[key] = compiled, [constants[name] for name in names]
+    if found is not None:
+        compiled, values = found
+        compiled[(*programs, 1, 1)](*arguments, *values)
         return
-    compiled, values = found
-    compiled[(*programs, 1, 1)](*arguments, *values)
+    compiled = kernel[programs](*arguments, **constants)
+    # The interpreter compiles nothing; where Triton compiles in threads, there is no kernel yet.
+    if IS_KNOWN and hasattr(compiled, "__getitem__"):
+        names = kernel.arg_names[len(arguments) :]
+        _compiled[key] = compiled, [constants[name] for name in names]
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:
