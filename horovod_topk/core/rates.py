@@ -120,16 +120,15 @@ class Rates:
         """
         if committed != self._committed:
             self._before, self._committed = dict(self.units), committed
-        factors, units, largest = dict[str, float](), self.units, self.largest
+        factors = dict[str, float]()
         for name, rate in self._now().items():
             unit, before = rate, self._before.get(name, 0.0)
             if not rate >= before:
                 unit = max(rate, self._fall(name) * before)
-            if rate > 0.0 and SMALLEST <= unit < math.inf:
-                now = units.get(name, unit)
-                units[name] = unit
-                if not rate <= largest.get(name, 0.0):
-                    largest[name] = rate
+            if rate > 0.0 and is_unit(unit):
+                now = self.units.get(name, unit)
+                self.units[name] = unit
+                self.largest[name] = max(rate, self.largest.get(name, 0.0))
                 if now != unit:
                     factors[name] = now / unit
         return factors

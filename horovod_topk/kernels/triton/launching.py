@@ -15,18 +15,19 @@ EIGHT_WARPS: dict[str, Any] = {**FOUR_WARPS, "num_warps": 8}
 SIXTEEN_WARPS: dict[str, Any] = {**FOUR_WARPS, "num_warps": 16}
 
 ALIGNED = 16  # bytes: Triton compiles a kernel anew for tensors with other addresses
-# For AMD's GPUs it compiles for more than `_kind` says.
-IS_KNOWN = torch.version.hip is None
+# On AMD's GPUs Triton also compiles a kernel anew for large tensors, which `_kind` does not see.
+KEEPS = torch.version.hip is None  # whether compiled kernels are kept for later launches
 
-_compiled: dict[Hashable, tuple[Any, list[Any]]] = {}  # and the values of its constants
+_compiled: dict[Hashable, tuple[Any, list[Any]]] = {}  # compiled kernels and their constants
 
 
 def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch a kernel with a number of programs in each dimension.
 
-    Triton finds or compiles the kernel for the first arguments of their kinds. Later ones go to the
-    compiled kernel at once: Triton's look-up takes several times as long as the launch. Its hooks
-    before that look-up, and settings that change later, have no effect on them.
+    The first launch with arguments of some kinds goes through Triton, which finds or compiles the
+    kernel. Later launches go to the compiled kernel directly, as Triton's look-up takes several
+    times as long as a launch. Triton's `pre_run_hooks`, and settings of Triton that change after
+    the first launch, have no effect on later ones.
 
     Args:
         kernel: a function under `triton.jit`.
@@ -43,18 +44,18 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants:
         return
     compiled = kernel[programs](*arguments, **constants)
     # The interpreter compiles nothing; where Triton compiles in threads, there is no kernel yet.
-    if IS_KNOWN and hasattr(compiled, "__getitem__"):
+    if KEEPS and hasattr(compiled, "__getitem__"):
         names = kernel.arg_names[len(arguments) :]
         _compiled[key] = compiled, [constants[name] for name in names]
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which `device` is the current CUDA device, on which Triton launches."""
+    """Return a context that makes `device` the current CUDA device: Triton launches on that."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _kind(argument: Any) -> Hashable:
-    """Return what Triton compiles for, or more: arguments of a kind share a compiled kernel."""
+    """Return the kind of an argument. Arguments of equal kinds can share a compiled kernel."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNED == 0
     return float if isinstance(argument, float) else argument

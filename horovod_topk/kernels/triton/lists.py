@@ -1,6 +1,7 @@
 """Launches Triton kernels that compute with lists of tensors, once for all tensors of a list.
 
-`Ops` is `horovod_topk.ops.protocol.Ops`.
+Functions are named after those of `horovod_topk.ops.protocol.Ops` (`Ops`), and compute the same.
+Their tensors have to pass `suit`, or, where a kernel writes to them, `fit`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ KEPT = 4096  # arrays of addresses for lists of equal sizes
 
 
 def suit(*lists: Sequence[Tensor]) -> bool:
-    """Return whether all tensors are float32 on one GPU, which is equal on all ranks."""
+    """Return whether all tensors are float32 and on one GPU: the answer is equal on all ranks."""
     device = lists[0][0].get_device()
     for tensors in lists:  # loops, as they run for each tensor in each step
         for tensor in tensors:
@@ -32,18 +33,12 @@ def suit(*lists: Sequence[Tensor]) -> bool:
 
 
 def fit(*lists: Sequence[Tensor]) -> bool:
-    """Return whether tensors suit and are in row-major order, so that kernels can write to them."""
-    if not suit(*lists):
-        return False
-    for tensors in lists:
-        for tensor in tensors:
-            if not is_packed(tensor):
-                return False
-    return True
+    """Return whether kernels can write to tensors: they pass `suit` and are in row-major order."""
+    return suit(*lists) and all(is_packed(tensor) for tensors in lists for tensor in tensors)
 
 
 def follow(mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) -> None:
-    """Update how often elements arrive, as `Ops.follow`. The tensors have to `suit`."""
+    """Update the mean that says how often each element arrives, as `Ops.follow` does."""
     layout, flat = _layout_of(gradients), [*map(packed, gradients)]
     with on(mean.device):
         given = layout.point_to("follow", flat)
@@ -51,7 +46,7 @@ def follow(mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) 
 
 
 def limit(arrays: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply each tensor by its factor if that is below 1, as `Ops.limit`. They have to `fit`."""
+    """Multiply each tensor in place by its factor if that is below 1, as `Ops.limit` does."""
     layout = _layout_of(arrays)
     with on(factors.device):
         layout.launch(elements.limit, layout.point_to("limit", arrays), factors)
@@ -64,7 +59,10 @@ def lost(
     places: tuple[Place, ...],
     states: Sequence[Tensor],
 ) -> None:
-    """Compute lost energies, as `Ops.lost` without factors. The tensors have to `suit`."""
+    """Compute the energy that error feedback takes from gradients, as `Ops.lost` does.
+
+    Residuals are not rescaled in this step: there are no factors.
+    """
     table, flat = _places(places, arrivals.device), [*map(packed, gradients)]
     with on(arrivals.device):
         given = table.point_to("lost", flat)
@@ -79,7 +77,7 @@ def energies(
     states: Sequence[Tensor],
     numbers: tuple[float, float, float],
 ) -> None:
-    """Compute energies and Adam's factors, as `Ops.energies`. The tensors have to `suit`."""
+    """Compute energies of exchanged gradients and Adam's factors, as `Ops.energies` does."""
     table, flat = _places(places, arrivals.device), [*map(packed, gradients)]
     factor, ranks, least = numbers
     with on(arrivals.device):
@@ -98,7 +96,7 @@ def spikes(
     factors: Tensor,
     numbers: tuple[float, float],
 ) -> None:
-    """Compute mean norms and SGD's factors, as `Ops.spikes`. The tensors have to `suit`."""
+    """Compute mean norms of exchanged gradients and SGD's factors, as `Ops.spikes` does."""
     table, flat = _places(places, scales.device), [*map(packed, gradients)]
     rate, spike = numbers
     with on(scales.device):
@@ -112,7 +110,7 @@ def spikes(
 def prepare_buffers(
     lists: Sequence[Sequence[Tensor]], losses: Sequence[float], momentum: float, decay: float
 ) -> None:
-    """Prepare SGD's momentum buffers for its own update, as `horovod_topk.ops.torch_buffers`.
+    """Prepare SGD's momentum buffers for its own update, as `ops.torch_buffers` does.
 
     Args:
         lists: buffers, gradients as SGD adds them, parameters and arrivals, which `fit`.
@@ -131,7 +129,7 @@ def prepare_buffers(
 
 
 def restore_buffers(buffers: Sequence[Tensor], arrivals: Sequence[Tensor], momentum: float) -> None:
-    """Turn prepared buffers, after the update, back into dense SGD's."""
+    """Turn prepared buffers back into dense SGD's, after the optimizer's update."""
     layout = _layout_of(buffers)
     with on(buffers[0].device):
         given = layout.point_to("buffers", buffers), layout.point_to("phi", arrivals)
@@ -139,7 +137,7 @@ def restore_buffers(buffers: Sequence[Tensor], arrivals: Sequence[Tensor], momen
 
 
 def prepare_moments(lists: Sequence[Sequence[Tensor]], numbers: Sequence[float]) -> None:
-    """Prepare Adam's first moments for its own update, as `horovod_topk.ops.torch_moments`.
+    """Prepare Adam's first moments for its own update, as `ops.torch_moments` does.
 
     Args:
         lists: moments, gradients as Adam adds them, exchanged gradients, arrivals, mean squares,

@@ -42,9 +42,7 @@ def is_packed(tensor: Tensor) -> bool:
 
 def packed(tensor: Tensor) -> Tensor:
     """Return a tensor whose elements are in row-major order in memory: a copy where needed."""
-    if tensor.is_contiguous() and not tensor.is_neg():  # `is_packed`, without a call
-        return tensor
-    return tensor.resolve_neg().contiguous()
+    return tensor if is_packed(tensor) else tensor.resolve_neg().contiguous()
 
 
 def _write_nothing(tensor: Tensor) -> None:

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""Triton kernels that add up squares of samples of a list of tensors, a program for each tensor.
+"""Triton kernels that add up squares over a sample of each tensor of a list.
 
-A sample is every so many blocks of a shard; see `horovod_topk.ops.protocol.Ops.blocks`. Sums are
-float64, in an order that depends on the sample and on Triton alone.
+One program works on one tensor. A sample is every so many blocks of a shard; see
+`horovod_topk.ops.protocol.Ops.blocks`. Sums are float64, in an order that depends on the sample and
+on Triton alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TINY = tl.constexpr(2.0**-100)
 def place(
     table: tl.tensor, t: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Load where a tensor's sample is: numel, shards, first, parts; and count its blocks."""
+    """Return where a tensor's sample is (numel, shards, first, parts), and its number of blocks."""
     row = table + t * COLUMNS
     numel, shards, first = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     parts, blocks = tl.load(row + 5), (numel + BLOCK - 1) // BLOCK
@@ -84,7 +85,7 @@ def summed(
 def fade(
     at: tl.tensor, now: tl.tensor, fading: tl.tensor, before: tl.tensor, after: tl.tensor
 ) -> tl.tensor:
-    """Add this step's energy of class number `at` to what fades; store and return the sum."""
+    """Add a step's energy of class number `at` to the fading sum; store and return the new sum."""
     energy = finite(tl.load(fading + at) * tl.load(before + at) + now)
     tl.store(after + at, energy)
     return energy
@@ -174,7 +175,7 @@ def spikes(
     slowly: tl.tensor,
     spike: tl.tensor,
 ) -> None:
-    """Compute the mean of each tensor's norms, and what a sudden one is scaled by: `Ops.spikes`.
+    """Compute each tensor's mean norm, and the factor that limits a sudden norm: `Ops.spikes`.
 
     ungain: factor of gradients; slowly: weight of the present step, less 1.
     """
