@@ -249,7 +249,8 @@ class PayloadCodec(Generic[Array]):
         first: object = kernels[0]
         if isinstance(first, SupportsOnePass) and not arenas[0].plan.config.measured:
             residuals, candidates, factors = zip(*(each.unscaled() for each in arenas), strict=True)
-            streams = [stream for each in arenas for stream in self._streams(each.plan)]
+            seeded = [each.plan for each in arenas if isinstance(each.plan.config, Seeded)]
+            streams = [stream for plan in seeded for stream in self._streams(plan)]
             squares = self._squares_for(arenas[0].plan) if self._squares else ()
             memory = residuals, candidates, gradients, payloads
             first.encode_shards(kernels, *memory, factors, velocities, streams, squares)
@@ -565,8 +566,6 @@ class PayloadCodec(Generic[Array]):
 
     def _streams(self, bucket: BucketPlan) -> list[Stream]:
         """Streams of a kernel's random numbers, one a piece; empty if the method draws none."""
-        if not isinstance(bucket.config, Seeded):
-            return []
         keys = (self.key(bucket, position, rows=False) for position in range(len(bucket.tensors)))
         return [key.own for key in keys if key is not None]
 
