@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -93,6 +94,20 @@ class Buffer(Arithmetic):
         buffer._starts = [at for at, _ in kept] or [0]
         buffer._pieces = [part for _, part in kept] or [parts[0]]
         return buffer
+
+    def copy(self) -> Buffer:
+        """A buffer of the same pieces, which are not copied."""
+        buffer = Buffer(self._pieces[0])
+        buffer.shape, buffer.numel = self.shape, self.numel
+        buffer._starts, buffer._pieces = [*self._starts], [*self._pieces]
+        return buffer
+
+    def split(self, boundaries: Iterable[int]) -> None:
+        """Split a flat buffer of one piece, so that it takes no operations to read the parts."""
+        starts = sorted({0, *boundaries} - {self.numel})
+        sizes = [stop - start for start, stop in itertools.pairwise([*starts, self.numel])]
+        if len(self._pieces) == 1 and len(sizes) > 1:
+            self._starts, self._pieces = starts, tf.split(self._pieces[0], sizes)
 
     @property
     def value(self) -> Tensor:
@@ -205,7 +220,7 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         return Buffer(tf.concat([part.value for part in parts], 0))
 
     def clone(self, array: Array) -> Array:
-        return Buffer(tf.identity(array.value))
+        return array.copy() if isinstance(array, Buffer) else Buffer(array.value)
 
     def assign(self, out: Array, source: Array) -> None:
         _write(out, tf.cast(_flat(source), out.dtype))
@@ -348,9 +363,17 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         return Buffer(tf.math.divide_no_nan(array.value, by.value))
 
     def limit(self, arrays: Sequence[Array], factors: Array) -> None:
-        for at, array in enumerate(arrays):
-            factor, value = tf.cast(factors.value[at], array.dtype), array.value
-            _write(array, tf.cond(factor < 1.0, lambda v=value, f=factor: v * f, lambda v=value: v))
+        if not arrays:
+            return
+        values, below = [array.value for array in arrays], factors.value < 1.0
+
+        def limited() -> list[Tensor]:
+            own = tf.unstack(tf.where(below, factors.value, 1.0), num=len(values))
+            return [value * tf.cast(f, value.dtype) for value, f in zip(values, own, strict=True)]
+
+        found = tf.cond(tf.reduce_any(below), limited, lambda: values)
+        for array, value in zip(arrays, found, strict=True):
+            _write(array, value)
 
     def root(self, array: Array) -> Array:
         return Buffer(tf.sqrt(array.value))

@@ -16,8 +16,9 @@ momentum, updates with M in place of m_t; after the update m_t is dense SGD's ag
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,32 +126,59 @@ def _update_sgd(
         momentum = _wide(optimizer._get_hyper("momentum"))
     else:
         slot, momentum = slot_of(optimizer, variable), _wide(optimizer.momentum)
-    mu, left, share = (
-        tf.cast(each, slot.dtype)
-        for each in (momentum, 1.0 - momentum, tf.math.divide_no_nan(1.0 - momentum, momentum))
-    )
-    gradient, step = tf.cast(gradient, slot.dtype), tf.cast(rate(), slot.dtype)
-    phi = tf.reshape(tf.cast(_begun(known, slot), slot.dtype), slot.shape)
-    b = mu * tf.sqrt(tf.sqrt(phi))
-    c = 1.0 - tf.cast(_wide(known.loss), slot.dtype) * phi
-    moved = (1.0 - b) / left * (mu * slot - step * c * gradient)
-    prepared = slot.assign(tf.math.divide_no_nan(moved + step * gradient, mu))
-    with tf.control_dependencies([prepared]):
+    own = tf.convert_to_tensor(slot), tf.cast(gradient, slot.dtype)
+    arrived = tf.convert_to_tensor(known.arrivals), _wide(known.begins), _wide(known.loss)
+    function = _traced(_moved_by_sgd, tuple(slot.shape), slot.dtype)
+    moved, back, phi = function(*own, *arrived, momentum, _wide(rate()))
+    tf.cond(arrived[1] > 0, lambda: tf.group(known.arrivals.assign(phi)), tf.no_op)
+    with tf.control_dependencies([slot.assign(moved)]):
         result = update()
     with tf.control_dependencies([] if result is None else [result]):
-        restored = slot.assign(slot * (b * share / (1.0 - b)))
+        restored = slot.assign(slot * back)
     return None if result is None else tf.group(result, restored)
 
 
-def _begun(known: ArrivedToSgd[Any], slot: Any) -> Any:
-    """Have phi begin at 1 where a momentum is that of dense updates; returns phi."""
-    phi = tf.convert_to_tensor(known.arrivals)
+@functools.cache
+def _traced(function: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a graph of a function, which all variables of a shape and dtype share.
 
-    def begun() -> Any:
-        is_new = (tf.reduce_max(phi) <= 1.5 * RATE) & tf.reduce_any(tf.not_equal(slot, 0))
-        return known.arrivals.assign(tf.where(is_new, phi + (1.0 - RATE), phi)).read_value()
+    Keras traces a training step twice, and building the graph takes longer than a step.
+    """
+    return tf.function(function, autograph=False)
 
-    return tf.cond(known.begins > 0, begun, lambda: phi)
+
+def _moved_by_sgd(
+    slot: Any, gradient: Any, arrivals: Any, begins: Any, loss: Any, momentum: Any, rate: Any
+) -> tuple[Any, Any, Any]:
+    """Compute the momentum that SGD has to begin its update with, its factor after it, and phi.
+
+    Args:
+        slot: the momentum, in the optimizer's units.
+        gradient: the gradient that the update applies.
+        arrivals: phi of each element, flat.
+        begins: 1 if arrivals begin with this step, else 0: [] float64.
+        loss: what an element that always arrives loses: [] float64.
+        momentum, rate: the optimizer's: [] float64.
+    """
+    mu, left, share, step, loss = (
+        tf.cast(each, slot.dtype)
+        for each in (
+            *(momentum, 1.0 - momentum, tf.math.divide_no_nan(1.0 - momentum, momentum)),
+            *(rate, loss),
+        )
+    )
+    begun = tf.cond(begins > 0, lambda: _begun(arrivals, slot), lambda: arrivals)
+    phi = tf.reshape(tf.cast(begun, slot.dtype), slot.shape)
+    b = mu * tf.sqrt(tf.sqrt(phi))
+    moved = (1.0 - b) / left * (mu * slot - step * (1.0 - loss * phi) * gradient)
+    moved = tf.math.divide_no_nan(moved + step * gradient, mu)
+    return moved, b * share / (1.0 - b), begun
+
+
+def _begun(phi: Any, slot: Any) -> Any:
+    """Have phi begin at 1 where a momentum is that of dense updates; return phi."""
+    is_new = (tf.reduce_max(phi) <= 1.5 * RATE) & tf.reduce_any(tf.not_equal(slot, 0))
+    return tf.where(is_new, phi + (1.0 - RATE), phi)
 
 
 def _prepare_adam(
@@ -170,15 +198,16 @@ def _prepare_adam(
     )
     square = tf.convert_to_tensor(_square_of(optimizer, variable))
     steps = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.float64)
-    arrivals, factors = (tf.cast(each, moment.dtype) for each in (known.arrivals, known.factors))
-    gradient = tf.cast(gradient, moment.dtype)
-    own = moment, square, gradient, arrivals, factors
-    return moment.assign(_prepared(*own, betas, steps, _far(variable, rate())))
-
-
-def _far(variable: Any, rate: Any) -> Any:
-    """How far a variable's elements may move in an update, divided by the learning rate: []."""
+    own = tf.convert_to_tensor(moment), square, tf.cast(gradient, moment.dtype)
+    arrived = (tf.convert_to_tensor(each) for each in (known.arrivals, known.factors))
+    numbers = *map(_wide, betas), steps, _wide(rate())
+    function = _traced(_prepared, tuple(moment.shape), moment.dtype)
     weights = tf.convert_to_tensor(unwrap(variable))
+    return moment.assign(function(*own, *arrived, *numbers, weights))
+
+
+def _far(weights: Any, rate: Any) -> Any:
+    """How far a variable's elements may move in an update, divided by the learning rate: []."""
     rms = tf.sqrt(tf.reduce_mean(tf.square(weights)))
     most = FARTHEST * rms / tf.maximum(tf.cast(rate, rms.dtype), SLOWEST)
     return tf.clip_by_value(most, 1.0, FREE)
@@ -209,9 +238,11 @@ def _prepared(
     gradient: Any,
     arrivals: Any,
     factors: Any,
-    betas: Sequence[Any],
+    beta1: Any,
+    beta2: Any,
     steps: Any,
-    far: Any,
+    rate: Any,
+    weights: Any,
 ) -> Any:
     """Compute the first moment that the optimizer has to begin its update with.
 
@@ -220,24 +251,25 @@ def _prepared(
         gradient: the gradient of the next one.
         arrivals: phi of each element, flat.
         factors: c of each class.
-        betas: the optimizer's beta 1 and beta 2.
+        beta1, beta2: the optimizer's, [] float64.
         steps: number of updates so far, [] float64.
-        far: how far elements may move after the first steps, divided by the learning rate: [].
+        rate: the learning rate, [] float64.
+        weights: the variable's value.
     """
-    wide, of_square = map(_wide, betas)
-    before, now = 1.0 - tf.pow(wide, steps), 1.0 - tf.pow(wide, steps + 1.0)
+    before, now = 1.0 - tf.pow(beta1, steps), 1.0 - tf.pow(beta1, steps + 1.0)
     again = tf.cast(tf.math.divide_no_nan(now, before), moment.dtype)  # 0 in the first update
-    first, fresh, now = (tf.cast(each, moment.dtype) for each in (wide, 1.0 - wide, now))
+    first, fresh, now = (tf.cast(each, moment.dtype) for each in (beta1, 1.0 - beta1, now))
+    arrivals, factors = (tf.cast(each, moment.dtype) for each in (arrivals, factors))
     arrivals = tf.reshape(arrivals, moment.shape)
     kept = first * tf.sqrt(arrivals)
     has_arrived = tf.cast(tf.not_equal(gradient, 0), moment.dtype)
     factor = tf.where(arrived_often(arrivals, has_arrived), factors[0], factors[1])
     wanted = again * kept * moment + now * (1.0 - kept) * factor * gradient
-    correction2 = 1.0 - tf.pow(of_square, steps + 1.0)
-    numbers = of_square / correction2, (1.0 - of_square) / correction2
+    correction2 = 1.0 - tf.pow(beta2, steps + 1.0)
+    numbers = beta2 / correction2, (1.0 - beta2) / correction2
     fading, added = (tf.cast(each, moment.dtype) for each in numbers)
-    far = tf.cast(far, now.dtype)
-    far = tf.where(is_young(wide, steps + 1.0), tf.ones_like(far), far)
+    far = tf.cast(_far(weights, rate), now.dtype)
+    far = tf.where(is_young(beta1, steps + 1.0), tf.ones_like(far), far)
     most = far * now * tf.sqrt(fading * square + added * tf.square(gradient))
     moved = tf.maximum(tf.minimum(wanted, most), -most)
     prepared = (moved - fresh * gradient) / first

@@ -53,7 +53,8 @@ def step(
         clip(list(arrays.values()), plan.config.clip_norm, plan.reduction, state.collective.size)
     of = {b.ordinal: [arrays[t.spec.name] for t in b.tensors] for b in plan.buckets}
     known = zip([spec.name for spec in cached.specs], squares, strict=True) if squares else ()
-    run = state.step(plan, cached.name, rate, dict(known), plain=plain)
+    rates = state.rates_at(plan, rate)
+    run = state.step(plan, cached.name, rates, dict(known), plain=plain)
     timer = state.timer
     timer.begin()
     run.turn()
@@ -64,11 +65,14 @@ def step(
 
     def commit() -> None:
         run.commit()
-        state.count(plan, rate)
+        state.schedule_in_graphs.count()
+        if rates is not None:
+            rates.take_on()
 
     def measure() -> Any:
         squares = run.squares()
-        each = squares.gradient, squares.compensated, squares.left, state.largest_decay(plan, rate)
+        decay = 1.0 if rates is None else rates.largest_decay
+        each = squares.gradient, squares.compensated, squares.left, decay
         return tf.stack([tf.convert_to_tensor(square, tf.float64) for square in each])
 
     sound = tf.logical_not(tf.reduce_any(flagged))

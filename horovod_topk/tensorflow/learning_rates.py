@@ -7,7 +7,7 @@ a step that is skipped leaves them unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -68,33 +68,54 @@ class VariableRates:
             unit = units.get(name, 0.0)
             pair.assign([unit, largest.get(name, unit)])
 
-    def factor(self, name: str, rate: Any) -> Any:
-        """The factor, [] float64, that rescales a residual to a new learning rate."""
-        before, (now, _) = self.variables[name][0], self._following(name, rate)
-        return tf.where(before > 0, before / now, 1.0)
+    def at(self, names: Sequence[str], rate: Any) -> StepRates:
+        """Return what a step at a learning rate, [] float64, does to the rates of some tensors."""
+        return StepRates({n: self.variables[n] for n in names}, list(map(self._fall, names)), rate)
 
-    def decay(self, name: str, rate: Any) -> Any:
-        """Return the rate in whose units a residual is at `rate`, divided by the largest so far.
+
+class StepRates:
+    """Learning rates of one step in a graph, computed for all tensors at once.
+
+    Args:
+        variables: the pair of rates of each tensor, by name.
+        falls: `fall_of` each tensor.
+        rate: the learning rate of the step, [] float64.
+
+    Attributes:
+        largest_decay: the largest `decay`, [] float64.
+    """
+
+    def __init__(self, variables: Mapping[str, Any], falls: Sequence[float], rate: Any) -> None:
+        self._variables, self._places = variables, {name: i for i, name in enumerate(variables)}
+        before, largest = tf.unstack(tf.stack([*variables.values()]), axis=1)
+        unit = tf.maximum(rate, tf.constant(falls, tf.float64) * before)
+        is_known = (rate > 0.0) & is_unit(unit)
+        largest = tf.where(is_known, tf.maximum(rate, largest), largest)
+        unit = tf.where(is_known, unit, before)
+        self._pairs = tf.stack([unit, largest], 1)
+        self._factors = tf.where(before > 0, before / unit, 1.0)
+        decays = tf.where(largest > 0, unit / largest, 1.0)
+        self._decays = dict(zip(variables, tf.unstack(decays, num=len(variables)), strict=True))
+        self.largest_decay = tf.reduce_max(decays)
+
+    def factors(self, names: Sequence[str], dtype: str, least: float = 0.0) -> Sequence[Any]:
+        """Factors that rescale residuals to the learning rate: [] of a dtype for each name.
+
+        least: the smallest factor.
+        """
+        places = [self._places[name] for name in names]
+        found = tf.cast(tf.maximum(tf.gather(self._factors, places), least), dtype)
+        return list(tf.unstack(found, num=len(names)))
+
+    def decay(self, name: str) -> Any:
+        """Return the rate in whose units a residual is then, divided by the largest so far.
 
         It is [] float64, and 1 where no rate is known.
         """
-        now, largest = self._following(name, rate)
-        return tf.where(largest > 0, now / largest, 1.0)
+        return self._decays[name]
 
-    def decay_now(self, name: str) -> Any:
-        """Return `decay` after the last committed step."""
-        now, largest = tf.unstack(self.variables[name], num=2)
-        return tf.where(largest > 0, now / largest, 1.0)
-
-    def take_on(self, names: tuple[str, ...], rate: Any) -> None:
-        """Note in a graph that residuals are in the units of a new learning rate now."""
-        for name in names:
-            self.variables[name].assign(tf.stack(self._following(name, rate)))
-
-    def _following(self, name: str, rate: Any) -> tuple[Any, Any]:
-        """Return the unit and the largest rate of a tensor once a step at `rate` is committed."""
-        before, largest = tf.unstack(self.variables[name], num=2)
-        unit = tf.maximum(rate, self._fall(name) * before)
-        is_known = (rate > 0.0) & is_unit(unit)
-        largest = tf.where(is_known, tf.maximum(rate, largest), largest)
-        return tf.where(is_known, unit, before), largest
+    def take_on(self) -> None:
+        """Note in a graph that residuals are in the units of the learning rate now."""
+        pairs = tf.unstack(self._pairs, num=len(self._variables))
+        for variable, pair in zip(self._variables.values(), pairs, strict=True):
+            variable.assign(pair)

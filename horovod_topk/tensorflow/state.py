@@ -155,25 +155,30 @@ class OptimizerState(Attached[VariableState]):
     def _run(
         self, cached: CachedPlan, gradients: list[Any], rate: Any, squares: list[Any]
     ) -> list[Any]:
-        schedule = self._state.schedule_in_graphs
+        schedule, given = self._state.schedule_in_graphs, (gradients, rate, squares)
         schedule.begin()
         if not tf.executing_eagerly():
-            return list(
-                schedule.traced(lambda at: self._build(cached, at, gradients, rate, squares))
-            )
-        branch = self._state.branch
-        key = cached.name, branch
-        if key not in self._functions:
-            self._functions[key] = tf.function(
-                lambda *given: self._build(cached, branch, *given), autograph=False
-            )
+            return list(schedule.traced(lambda branch: self._function(cached, branch)(*given)))
         self._raised = None
         try:
-            return self._functions[key](gradients, rate, squares)
+            return self._function(cached, self._state.branch)(*given)
         except tf.errors.OpError:
             if self._raised is not None:
                 raise self._raised from None
             raise
+
+    def _function(self, cached: CachedPlan, branch: Branch) -> Callable[..., list[Any]]:
+        """Return the function of a branch; every trace that has the branch calls the same one."""
+        key, this = (cached.name, branch), weakref.ref(self)
+        if key not in self._functions:
+
+            def build(*given: Any) -> Any:
+                state = this()
+                assert state is not None  # it traces this function
+                return state._build(cached, branch, *given)
+
+            self._functions[key] = tf.function(build, autograph=False)
+        return self._functions[key]
 
     def _plan(self, names: list[str], gradients: list[Any], variables: list[Any]) -> CachedPlan:
         """Return the plan for these gradients; all ranks agree on it when it is first needed."""

@@ -39,7 +39,7 @@ from horovod_topk.core.step import Step, Storage
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method, Seeded
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
-from horovod_topk.tensorflow.learning_rates import VariableRates
+from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
 from horovod_topk.tensorflow.timing import GraphTimer
 from horovod_topk.tensorflow.traced_schedule import Branch, TracedSchedule
 from horovod_topk.tensorflow.variables import Stores, VariablePiece, apart
@@ -53,15 +53,13 @@ class VariableArenas(Arenas[Array]):
     Args:
         plan: the bucket.
         variables: one state variable for each tensor of the plan.
-        ops: operations on the arrays.
-        factors: a factor for each variable's value when it is read; None: 1.
+        factors: a factor for each variable's value when it is read, of its dtype; None: 1.
     """
 
     def __init__(
         self,
         plan: BucketPlan,
         variables: Sequence[Any],
-        ops: TensorFlowOps,
         factors: Sequence[Any] | None = None,
     ) -> None:
         parts, stop = [], 0
@@ -69,17 +67,19 @@ class VariableArenas(Arenas[Array]):
             if tensor.start > stop:  # a gap, for alignment
                 parts.append(tf.zeros([tensor.start - stop], variable.dtype))
             value = variable.value()
-            parts.append(value if factors is None else value * tf.cast(factors[i], value.dtype))
+            parts.append(value if factors is None else value * factors[i])
             stop = tensor.stop
-        candidate = ops.zeros(plan.numel, plan.residual_dtype)
-        super().__init__(plan, Buffer.joined(parts), candidate)
-        self._variables, self._ops = variables, ops
+        residual = Buffer.joined(parts)
+        super().__init__(plan, residual, residual.copy())
+        self._variables = variables
 
     def swap(self) -> None:
         """Assign the candidates to the variables."""
-        for tensor, variable in zip(self.plan.tensors, self._variables, strict=True):
-            left = self._ops.view(self.candidate, tensor.start, tensor.stop)
-            variable.assign(left.value)
+        candidate, tensors = self.candidate, self.plan.tensors
+        assert isinstance(candidate, Buffer)  # `__init__` has made it
+        candidate.split(at for tensor in tensors for at in (tensor.start, tensor.stop))
+        for tensor, variable in zip(tensors, self._variables, strict=True):
+            variable.assign(candidate.read(tensor.start, tensor.stop))
         super().swap()
 
 
@@ -121,8 +121,8 @@ class VariableState(State[Array]):
         self.rates = VariableRates(self._fall) if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
-        # Whether the last step has sent some elements of a tensor only: 1 or 0, by name.
-        self._selects: dict[str, Any] = {}
+        # What an element that always arrives loses in the last step, by tensor name.
+        self._losses: dict[str, Any] = {}
         self._begins = apart(lambda: tf.Variable(0.0, False))  # 1 if arrivals begin with it
         # Number of committed steps when they do, or -1.
         self._begin_after = apart(lambda: tf.Variable(0, trainable=False, dtype=tf.int64))
@@ -197,7 +197,7 @@ class VariableState(State[Array]):
         self,
         plan: Plan,
         name: str,
-        rate: Any = None,
+        rates: StepRates | None = None,
         squares: Mapping[str, Any] = MappingProxyType({}),
         *,
         plain: bool = False,
@@ -207,42 +207,40 @@ class VariableState(State[Array]):
         Args:
             plan: the buckets, with the settings of the step.
             name: prefix of the collectives' names.
-            rate: the learning rate, if residuals are rescaled by it.
+            rates: learning rates of the step, if residuals are rescaled by them.
             squares: Adam's mean square of each tensor, or None, by name.
             plain: whether velocities are sent without Nesterov's term.
         """
         exchange = self.exchange
         assert exchange is not None  # `know` has chosen it
-        self._note_selecting(plan)
+        self._note_losses(plan, rates)
 
         def arenas_of(
-            key: str, bucket: BucketPlan, at: int, rate: Any, least: float = 0.0
+            key: str, bucket: BucketPlan, at: int, rates: StepRates | None, least: float = 0.0
         ) -> VariableArenas:
             names = [tensor.spec.name for tensor in bucket.tensors]
             variables = [self._variable(key, name, at) for name in names]
             factors = None
-            if rate is not None and self.rates is not None:
-                factors = [tf.maximum(self.rates.factor(name, rate), least) for name in names]
-            return VariableArenas(bucket, variables, self.ops, factors)
+            if rates is not None and names:
+                factors = rates.factors(names, bucket.residual_dtype, least)
+            return VariableArenas(bucket, variables, factors)
 
         def state_of(name: str, bucket: BucketPlan) -> VariableArenas:
             # What has waited may arrive as large as it is now.
-            rescaled = (rate, 1.0) if name == NORMS else (None,)
+            rescaled = (rates, 1.0) if name == NORMS else (None,)
             return arenas_of(METHOD_STATE + name, state_plan(bucket, name), 0, *rescaled)
 
         def storage(bucket: BucketPlan) -> Storage[Array]:
             holders, owned = exchange.holders(bucket), exchange.owned(bucket)
             return Storage(
-                [arenas_of(RESIDUALS, each, at, rate) for at, each in enumerate(holders)],
-                [arenas_of(OWNED, each, 0, rate) for each in owned],
+                [arenas_of(RESIDUALS, each, at, rates) for at, each in enumerate(holders)],
+                [arenas_of(OWNED, each, 0, rates) for each in owned],
                 arenas_of(VELOCITY, bucket, 0, None) if plan.config.momentum else None,
                 {each: state_of(each, bucket) for each in state_names(plan)},
             )
 
-        rates = None if rate is None else self.rates  # not self: graphs outlive this state
-
         def decay(name: str) -> Any:
-            return 1.0 if rates is None else rates.decay(name, rate)
+            return 1.0 if rates is None else rates.decay(name)
 
         codec = PayloadCodec(self.ops, self.arrived)
         committed = None
@@ -295,18 +293,18 @@ class VariableState(State[Array]):
         phi = self._variable(key, name, 0)
         if self.config.follows_energies:
             return Arrived(phi, self._variable(METHOD_STATE + FACTORS, name, 0))
-        decay = 1.0 if self.rates is None else self.rates.decay_now(name)
-        return ArrivedToSgd(phi, LOSS * decay**2 * self._selects[name], self._begins)
+        return ArrivedToSgd(phi, self._losses[name], self._begins)
 
-    def _note_selecting(self, plan: Plan) -> None:
-        """Assign in a step of SGD which tensors have elements that wait."""
+    def _note_losses(self, plan: Plan, rates: StepRates | None) -> None:
+        """Assign in a step of SGD what elements that always arrive lose."""
         if self.config.by_arrivals == SGD:
             begins = self.schedule_in_graphs.read() == self._begin_after.read_value()
             self._begins.assign(tf.cast(begins, tf.float32))
         for bucket in plan.buckets if self.config.by_arrivals == SGD else ():
             found = selecting(plan.config, bucket.gradients)
             for name in (each.spec.name for each in bucket.gradients):
-                self._selects[name].assign(float(name in found))
+                decay = 1.0 if rates is None else rates.decay(name)
+                self._losses[name].assign(LOSS * decay**2 if name in found else 0.0)
 
     def _renew_numbers(self) -> None:
         """Set the measures of the next step after a state was loaded."""
@@ -314,24 +312,19 @@ class VariableState(State[Array]):
             known = {VERDICT: self.guard.verdict}
             self._numbers.assign([known.get(name, 0.0) for name in HOST])
 
-    def largest_decay(self, plan: Plan, rate: Any) -> Any:
-        """Learning rates as a share of their largest ones, the largest share, [] float64."""
-        if rate is None or self.rates is None or self.config.guard is None:
-            return tf.constant(1.0, tf.float64)
-        decays = [self.rates.decay(tensor.spec.name, rate) for tensor in plan.tensors()]
-        return tf.reduce_max(tf.stack(decays))
+    def rates_at(self, plan: Plan, rate: Any) -> StepRates | None:
+        """Learning rates of a step in a graph; None: residuals are not rescaled by them.
+
+        rate: the learning rate, [] float64, or None.
+        """
+        names = [tensor.spec.name for tensor in plan.tensors()]
+        return None if rate is None or self.rates is None else self.rates.at(names, rate)
 
     def _watch_on(self, saved: Sequence[float], *, own: bool) -> None:
         """`State._watch_on`, for graphs too."""
         super()._watch_on(saved, own=own)
         self.schedule_in_graphs.enter(int(self.guard.memory.stage))
         self._renew_numbers()
-
-    def count(self, plan: Plan, rate: Any = None) -> None:
-        """Count a committed step in a graph, and note its learning rate."""
-        self.schedule_in_graphs.count()
-        if rate is not None and self.rates is not None:
-            self.rates.take_on(tuple(t.spec.name for t in plan.tensors()), rate)
 
     def _choose_exchange(self, plan: Plan) -> None:
         """Choose the exchange together with all ranks."""
@@ -363,7 +356,7 @@ class VariableState(State[Array]):
                 name = key.removeprefix(METHOD_STATE)
                 make(self.parts[key], stores.methods[name], (state_plan(bucket, name),), {})
         for name in (t.spec.name for t in bucket.tensors if self.config.by_arrivals == SGD):
-            self._selects.setdefault(name, apart(lambda: tf.Variable(0.0, False, dtype="float64")))
+            self._losses.setdefault(name, apart(lambda: tf.Variable(0.0, False, dtype="float64")))
         if self.rates is not None:
             for spec in (tensor.spec for tensor in bucket.tensors):
                 rates = replace(spec, shape=(2,), dtype="float64")

@@ -42,6 +42,21 @@ def test_writes_through_views_are_seen_everywhere(data: st.DataObject, pieces: l
             assert np.array_equal(array.value.numpy(), copy)
 
 
+@settings(deadline=None)
+@given(boundaries=st.lists(st.integers(0, SIZE)), written=stretches())
+def test_splitting_and_copying_change_no_element(
+    boundaries: list[int], written: tuple[int, int]
+) -> None:
+    buffer = numbers(1, SIZE)
+    buffer.split(boundaries)
+    copied = buffer.copy()
+    copied.write(*written, tf.zeros([written[1] - written[0]]))
+    expected = np.arange(1, SIZE + 1, dtype=np.float32)
+    assert np.array_equal(buffer.value.numpy(), expected)
+    expected[slice(*written)] = 0
+    assert np.array_equal(copied.value.numpy(), expected)
+
+
 def test_a_buffer_keeps_its_shape() -> None:
     buffer = Buffer(tf.zeros([3, 4]))
     OPS.assign(OPS.view(buffer, 5, 7), numbers(1, 2))

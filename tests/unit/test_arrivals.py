@@ -131,10 +131,11 @@ def test_states_are_those_of_the_formulas(backend: Backend, reduction: str) -> N
                 [one[name].reshape(-1) for one in after],
                 exchanged[0][name].reshape(-1) / scale,
             )
+    states = {key: saved(world, key) for key in OF_ADAM}
     for name, reference in references.items():
         for rank in range(3):
-            assert np.array_equal(saved(world, "arrivals")[rank][name], reference.phi)
-            of = {key: saved(world, key)[rank][name] for key in OF_ADAM if key != "arrivals"}
+            of = {key: states[key][rank][name] for key in OF_ADAM}
+            assert np.array_equal(of["arrivals"], reference.phi)
             np.testing.assert_allclose(of["energy"], reference.energy, 1e-4)
             np.testing.assert_allclose(of["lost"], reference.lost[rank], 1e-3, 1e-3)
             np.testing.assert_allclose(of["factors"], reference.factors, 1e-4)
@@ -540,15 +541,15 @@ def test_keras_and_torch_prepare_the_same_moments(
     keras = pytest.importorskip("horovod_topk.tensorflow.arrivals")
     weights, young = torch.rand(999, dtype=dtype), is_young(0.9, steps + 1)
     assert young == (steps < YOUNG)
-    variable = tf.Variable(weights.numpy())
-    its_far = tf.function(lambda: keras._far(variable, rate))()
+    of_tf = tf.constant(weights.numpy())
+    its_far = keras._far(of_tf, rate)
     assert float(its_far) == pytest.approx({0.0: 2.0**20, 0.01: 20 * 3**-0.5, 1.0: 1.0}[rate], 0.1)
     gradient = torch.randn(999, dtype=dtype) * (torch.rand(999) < 0.5)
     arrived = torch.rand(999, dtype=dtype), torch.tensor([0.75, 0.3], dtype=dtype)
     moment, square = torch.randn(999, dtype=dtype), torch.rand(999, dtype=dtype)
     arrays = [tf.constant(each.numpy()) for each in (moment, square, gradient, *arrived)]
-    prepared = tf.function(keras._prepared)
-    found = prepared(*arrays, (0.9, beta2), tf.constant(steps, tf.float64), its_far)
+    given = (tf.constant(each, tf.float64) for each in (0.9, beta2, steps, rate))
+    found = tf.function(keras._prepared)(*arrays, *given, of_tf)
     before, now = 1 - 0.9**steps, 1 - 0.9 ** (steps + 1)
     numbers = Numbers(0.9, before, now, RATE, LIMIT, beta2)
     most = now / 0.9 / (1 - beta2 ** (steps + 1)) ** 0.5
@@ -634,17 +635,18 @@ def test_sgds_states_are_those_of_the_formulas(
         if step == 5:
             gradients = [{n: 10 * g for n, g in one.items()} for one in gradients]
         exchanged = world.step(gradients)
+        states = {key: saved(world, key) for key in ("arrivals", "norms", "factors")}
         for name in FOLLOWED:
             g = exchanged[0][name].reshape(-1)
             phi = phis.get(name, np.zeros(g.size, np.float32))
             phis[name] = phi * np.float32(0.9) + np.float32(0.1) * (g != 0)
-            limited, before = float(saved(world, "factors")[0][name][0]), norms.get(name, 0.0)
+            limited, before = float(states["factors"][0][name][0]), norms.get(name, 0.0)
             norm = float(np.linalg.norm(g.astype("f8"))) / limited  # users get limited ones
             factor = min(1.0, 1.5 * before / norm) if before else 1.0
             norms[name] = 0.95 * before + 0.05 * norm if before else norm
             for rank in range(3):
-                assert np.array_equal(saved(world, "arrivals")[rank][name], phis[name])
-                found = {key: saved(world, key)[rank][name] for key in ("norms", "factors")}
+                assert np.array_equal(states["arrivals"][rank][name], phis[name])
+                found = {key: states[key][rank][name] for key in ("norms", "factors")}
                 np.testing.assert_allclose(found["norms"], norms[name], 1e-5)
                 np.testing.assert_allclose(found["factors"], factor, 1e-5)
             assert step > 5 or (factor < 0.5) == (step == 5), "the case has a spike"

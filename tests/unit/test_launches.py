@@ -6,6 +6,7 @@ Case files are read and not imported: they want ranks.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,16 +95,24 @@ def test_no_case_file_is_forgotten(launches: Any) -> None:
     assert named == {(path.parent, path.stem) for f in folders for path in f.glob("case_*.py")}
 
 
+@functools.cache
+def launched(launches: Any, tier: str) -> list[tuple[Any, str, set[str]]]:
+    """Each launch of a tier, the tier of its cases, and the names of its case files."""
+    jobs = [job for job in launches.JOBS if tier in job.tiers]
+    stems = [{file.stem.removeprefix("case_") for file in job.files(tier)} for job in jobs]
+    return [(job, job.part(tier), names) for job, names in zip(jobs, stems, strict=True)]
+
+
 def jobs_with(launches: Any, case: Case, tier: str) -> list[Any]:
     """The launches in which a case runs."""
-    found = []
-    for job in launches.JOBS:
-        files = [file.stem.removeprefix("case_") for file in job.files(tier)]
-        here = job.framework == case.framework and case.file in files and tier in job.tiers
-        marks = {"sizes": case.sizes, "everywhere": case.everywhere, "slow": case.slow}
-        if here and launches.runs(job.part(tier), job.controller, job.ranks, **marks):
-            found.append(job)
-    return found
+    marks = {"sizes": case.sizes, "everywhere": case.everywhere, "slow": case.slow}
+    return [
+        job
+        for job, part, names in launched(launches, tier)
+        if job.framework == case.framework
+        and case.file in names
+        and launches.runs(part, job.controller, job.ranks, **marks)
+    ]
 
 
 def test_cases_for_torchrun_load_no_horovod(launches: Any) -> None:
@@ -140,8 +149,8 @@ def test_the_rest_is_what_all_adds_to_fast(launches: Any, cases: list[Case]) -> 
 
 def test_no_launch_is_without_a_case(launches: Any, cases: list[Case]) -> None:
     for tier in ("fast", "rest", "all"):
-        used = [job for case in cases for job in jobs_with(launches, case, tier)]
-        assert [job for job in launches.JOBS if tier in job.tiers and job not in used] == []
+        used = {id(job) for case in cases for job in jobs_with(launches, case, tier)}
+        assert [job for job, *_ in launched(launches, tier) if id(job) not in used] == []
 
 
 EITHER = {("gloo", 2), ("mpi", 3)}

@@ -74,21 +74,21 @@ def test_an_optimizer_without_a_rate_is_named() -> None:
 def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: float) -> None:
     from horovod_topk.core.plan import TensorSpec, make_plan
     from horovod_topk.methods.topk import TopK
-    from horovod_topk.ops.tensorflow import TensorFlowOps
     from horovod_topk.tensorflow.learning_rates import VariableRates
     from horovod_topk.tensorflow.state_variables import VariableArenas
 
     rates, kept = VariableRates(lambda _: 0.95), tf.Variable([3.0, -3.0])
     rates.variables["w"] = tf.Variable([unit, 2 * unit], dtype=tf.float64)
     (bucket,) = make_plan([TensorSpec("w", (2,), "float32")], TopK()).buckets
-    now = tf.constant(rate, tf.float64)
-    factors, ops = [rates.factor("w", now)], TensorFlowOps()
-    scaled = VariableArenas(bucket, [kept], ops, factors).residual.value.numpy()
+    now = rates.at(["w"], tf.constant(rate, tf.float64))
+    arenas = VariableArenas(bucket, [kept], now.factors(["w"], "float32"))
+    scaled = arenas.residual.value.numpy()
     assert scaled.tolist() == pytest.approx([owed, -owed])
     largest = max(2 * unit, then)
-    assert float(rates.decay("w", now)) == pytest.approx(then / largest if unit else 1.0)
-    rates.take_on(("w",), now)
+    assert float(now.decay("w")) == pytest.approx(then / largest if unit else 1.0)
+    now.take_on()
+    assert float(now.largest_decay) == float(now.decay("w"))
     saved = {"rates": {"w": then}, "largest_rates": {"w": largest}}
     assert rates.saved() == (saved if then else {"rates": {}, "largest_rates": {}})
     assert kept.numpy().tolist() == [3.0, -3.0]
-    assert VariableArenas(bucket, [kept], ops).residual.value.numpy().tolist() == [3.0, -3.0]
+    assert VariableArenas(bucket, [kept]).residual.value.numpy().tolist() == [3.0, -3.0]

@@ -466,6 +466,8 @@ def test_a_staircase_multiplies_by_epochs_and_rescales_velocities() -> None:
     model = compiled(keras, distributed(keras, keras.optimizers.SGD(0.1, momentum=0.9), TopKEF))
     history = model.fit(*data(), batch_size=8, epochs=3, verbose=0, callbacks=[schedule])
     assert history.history["learning_rate"] == pytest.approx([0.1, 0.1, 0.05])
+    functions = TopKEF.of(model.optimizer)._functions.values()  # Keras traces a step twice
+    assert {each.experimental_get_tracing_count() for each in functions} == {1}
     before = model.optimizer.momentums[0].numpy()
     schedule.on_epoch_begin(3)
     schedule.on_train_batch_begin(0)

@@ -162,6 +162,8 @@ def test_a_smaller_batch_is_a_second_trace_and_no_third() -> None:
         pieces = state._state.parts["residuals"].pieces.values()
         kept |= {id(piece.variable) for (piece,) in pieces}
     assert traces == [8, 6]
+    (function,) = state._functions.values()
+    assert function.experimental_get_tracing_count() == 1, "both traces call it"
     assert len(kept) == len(model.variables)
     assert compression.stats().steps == 15
 
