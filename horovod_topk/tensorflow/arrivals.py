@@ -130,8 +130,8 @@ def _update_sgd(
     arrived = tf.convert_to_tensor(known.arrivals), _wide(known.begins), _wide(known.loss)
     function = _traced(_moved_by_sgd, tuple(slot.shape), slot.dtype)
     moved, back, phi = function(*own, *arrived, momentum, _wide(rate()))
-    tf.cond(arrived[1] > 0, lambda: tf.group(known.arrivals.assign(phi)), tf.no_op)
-    with tf.control_dependencies([slot.assign(moved)]):
+    begun = known.arrivals.assign(phi, read_value=False)  # most often the same tensor
+    with tf.control_dependencies([slot.assign(moved), begun]):
         result = update()
     with tf.control_dependencies([] if result is None else [result]):
         restored = slot.assign(slot * back)

@@ -82,7 +82,7 @@ class StepRates:
         rate: the learning rate of the step, [] float64.
 
     Attributes:
-        largest_decay: the largest `decay`, [] float64.
+        largest_decay: the largest of `decays`, [] float64.
     """
 
     def __init__(self, variables: Mapping[str, Any], falls: Sequence[float], rate: Any) -> None:
@@ -94,9 +94,8 @@ class StepRates:
         unit = tf.where(is_known, unit, before)
         self._pairs = tf.stack([unit, largest], 1)
         self._factors = tf.where(before > 0, before / unit, 1.0)
-        decays = tf.where(largest > 0, unit / largest, 1.0)
-        self._decays = dict(zip(variables, tf.unstack(decays, num=len(variables)), strict=True))
-        self.largest_decay = tf.reduce_max(decays)
+        self._decays = tf.where(largest > 0, unit / largest, 1.0)
+        self.largest_decay = tf.reduce_max(self._decays)
 
     def factors(self, names: Sequence[str], dtype: str, least: float = 0.0) -> Sequence[Any]:
         """Factors that rescale residuals to the learning rate: [] of a dtype for each name.
@@ -107,15 +106,15 @@ class StepRates:
         found = tf.cast(tf.maximum(tf.gather(self._factors, places), least), dtype)
         return list(tf.unstack(found, num=len(names)))
 
-    def decay(self, name: str) -> Any:
-        """Return the rate in whose units a residual is then, divided by the largest so far.
+    def decays(self, names: Sequence[str]) -> Any:
+        """Return the rates in whose units residuals are then, divided by the largest so far.
 
-        It is [] float64, and 1 where no rate is known.
+        They are float64, one for each name, and 1 where no rate is known.
         """
-        return self._decays[name]
+        return tf.gather(self._decays, [self._places[name] for name in names])
 
     def take_on(self) -> None:
         """Note in a graph that residuals are in the units of the learning rate now."""
         pairs = tf.unstack(self._pairs, num=len(self._variables))
         for variable, pair in zip(self._variables.values(), pairs, strict=True):
-            variable.assign(pair)
+            variable.assign(pair, read_value=False)

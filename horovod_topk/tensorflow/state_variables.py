@@ -79,7 +79,7 @@ class VariableArenas(Arenas[Array]):
         assert isinstance(candidate, Buffer)  # `__init__` has made it
         candidate.split(at for tensor in tensors for at in (tensor.start, tensor.stop))
         for tensor, variable in zip(tensors, self._variables, strict=True):
-            variable.assign(candidate.read(tensor.start, tensor.stop))
+            variable.assign(candidate.read(tensor.start, tensor.stop), read_value=False)
         super().swap()
 
 
@@ -240,7 +240,7 @@ class VariableState(State[Array]):
             )
 
         def decay(name: str) -> Any:
-            return 1.0 if rates is None else rates.decay(name)
+            return 1.0 if rates is None else rates.decays([name])[0]
 
         codec = PayloadCodec(self.ops, self.arrived)
         committed = None
@@ -301,10 +301,12 @@ class VariableState(State[Array]):
             begins = self.schedule_in_graphs.read() == self._begin_after.read_value()
             self._begins.assign(tf.cast(begins, tf.float32))
         for bucket in plan.buckets if self.config.by_arrivals == SGD else ():
+            names = [each.spec.name for each in bucket.gradients]
             found = selecting(plan.config, bucket.gradients)
-            for name in (each.spec.name for each in bucket.gradients):
-                decay = 1.0 if rates is None else rates.decay(name)
-                self._losses[name].assign(LOSS * decay**2 if name in found else 0.0)
+            known = [LOSS * (name in found) for name in names]
+            losses = known if rates is None else tf.unstack(known * rates.decays(names) ** 2)
+            for name, loss in zip(names, losses, strict=True):
+                self._losses[name].assign(loss, read_value=False)
 
     def _renew_numbers(self) -> None:
         """Set the measures of the next step after a state was loaded."""

@@ -85,9 +85,9 @@ def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: fl
     scaled = arenas.residual.value.numpy()
     assert scaled.tolist() == pytest.approx([owed, -owed])
     largest = max(2 * unit, then)
-    assert float(now.decay("w")) == pytest.approx(then / largest if unit else 1.0)
+    assert float(now.decays(["w"])[0]) == pytest.approx(then / largest if unit else 1.0)
     now.take_on()
-    assert float(now.largest_decay) == float(now.decay("w"))
+    assert float(now.largest_decay) == float(now.decays(["w"])[0])
     saved = {"rates": {"w": then}, "largest_rates": {"w": largest}}
     assert rates.saved() == (saved if then else {"rates": {}, "largest_rates": {}})
     assert kept.numpy().tolist() == [3.0, -3.0]
