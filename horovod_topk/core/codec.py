@@ -396,16 +396,17 @@ class PayloadCodec(Generic[Array]):
 
         In a graph this takes far fewer operations than decoding piece by piece.
         """
-        ops, dtype, tensors = self._ops, bucket.residual_dtype, bucket.tensors
+        ops, dtype = self._ops, bucket.residual_dtype
+        if bucket.parts > 1 or any(tensor.spec.dtype != dtype for tensor in bucket.tensors):
+            return False
         kernel = self._kernel(bucket)
-        if kernel is None or bucket.parts > 1 or any(t.spec.dtype != dtype for t in tensors):
+        if kernel is None:
             return False
-        sent = [ops.zeros(tensor.numel, dtype, bucket.device) for tensor in tensors]
-        if kernel.decode(payload, 1.0, [False] * len(tensors), sent) is not None:
+        sent = ops.clone(out)  # of which the kernel replaces every element
+        flags, each = [False] * len(bucket.tensors), [self._slice(sent, t) for t in bucket.tensors]
+        if kernel.decode(payload, 1.0, flags, each) is not None:
             return False
-        for tensor, values in zip(tensors, sent, strict=True):
-            own = self._slice(out, tensor)
-            ops.compensate(own, values, own)
+        ops.compensate(out, sent, out)
         return True
 
     def regained(self, arenas: Arenas[Array], payload: Array) -> list[Array]:

@@ -210,7 +210,7 @@ class Ops(Protocol[Array]):
         ...
 
     def clone(self, array: Array) -> Array:
-        """A copy that shares no memory."""
+        """A copy: writing to one does not change the other."""
         ...
 
     def assign(self, out: Array, source: Array) -> None:

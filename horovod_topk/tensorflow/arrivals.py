@@ -140,7 +140,7 @@ def _update_sgd(
 
 @functools.cache
 def _traced(function: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a graph of a function, which all variables of a shape and dtype share.
+    """Return a function whose graph all variables of a shape and dtype share.
 
     Keras traces a training step twice, and building the graph takes longer than a step.
     """

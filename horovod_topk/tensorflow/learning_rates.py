@@ -102,8 +102,7 @@ class StepRates:
 
         least: the smallest factor.
         """
-        places = [self._places[name] for name in names]
-        found = tf.cast(tf.maximum(tf.gather(self._factors, places), least), dtype)
+        found = tf.cast(tf.maximum(self._of(names, self._factors), least), dtype)
         return list(tf.unstack(found, num=len(names)))
 
     def decays(self, names: Sequence[str]) -> Any:
@@ -111,10 +110,14 @@ class StepRates:
 
         They are float64, one for each name, and 1 where no rate is known.
         """
-        return tf.gather(self._decays, [self._places[name] for name in names])
+        return self._of(names, self._decays)
 
     def take_on(self) -> None:
         """Note in a graph that residuals are in the units of the learning rate now."""
         pairs = tf.unstack(self._pairs, num=len(self._variables))
         for variable, pair in zip(self._variables.values(), pairs, strict=True):
             variable.assign(pair, read_value=False)
+
+    def _of(self, names: Sequence[str], numbers: Any) -> Any:
+        places = [self._places[name] for name in names]
+        return tf.gather(numbers, tf.constant(places, tf.int32))

@@ -67,7 +67,7 @@ class OptimizerState(Attached[VariableState]):
         self._config, self._stores = config, stores
         self._names = names = names_of(variables)
         self._name_of = {id(unwrap(v)): name for v, name in zip(variables, names, strict=True)}
-        self._functions: dict[tuple[str, Branch], Callable[..., list[Any]]] = {}
+        self._functions: dict[tuple[str, Branch, int], Callable[..., list[Any]]] = {}
         self._traced: dict[tuple[str, bool], CachedPlan] = {}  # plans of the traced graphs
         self._raised: Exception | None = None  # error of the last step
         self._ended: float | None = None  # end of the last step, by `time.perf_counter`
@@ -168,8 +168,11 @@ class OptimizerState(Attached[VariableState]):
             raise
 
     def _function(self, cached: CachedPlan, branch: Branch) -> Callable[..., list[Any]]:
-        """Return the function of a branch; every trace that has the branch calls the same one."""
-        key, this = (cached.name, branch), weakref.ref(self)
+        """Return the function of a branch; every trace that has the branch calls the same one.
+
+        Where the number of ranks has changed it is built anew, as graphs have it as a constant.
+        """
+        key, this = (cached.name, branch, self._state.collective.size), weakref.ref(self)
         if key not in self._functions:
 
             def build(*given: Any) -> Any:

@@ -75,11 +75,11 @@ class VariableArenas(Arenas[Array]):
 
     def swap(self) -> None:
         """Assign the candidates to the variables."""
-        candidate, tensors = self.candidate, self.plan.tensors
-        assert isinstance(candidate, Buffer)  # `__init__` has made it
-        candidate.split(at for tensor in tensors for at in (tensor.start, tensor.stop))
+        assert isinstance(self.candidate, Buffer)  # `__init__` has made it
+        left, tensors = self.candidate.copy(), self.plan.tensors  # the parts are this branch's
+        left.split(at for tensor in tensors for at in (tensor.start, tensor.stop))
         for tensor, variable in zip(tensors, self._variables, strict=True):
-            variable.assign(candidate.read(tensor.start, tensor.stop), read_value=False)
+            variable.assign(left.read(tensor.start, tensor.stop), read_value=False)
         super().swap()
 
 
@@ -221,7 +221,7 @@ class VariableState(State[Array]):
             names = [tensor.spec.name for tensor in bucket.tensors]
             variables = [self._variable(key, name, at) for name in names]
             factors = None
-            if rates is not None and names:
+            if rates is not None:
                 factors = rates.factors(names, bucket.residual_dtype, least)
             return VariableArenas(bucket, variables, factors)
 

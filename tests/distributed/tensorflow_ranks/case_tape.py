@@ -11,6 +11,7 @@ import tensorflow as tf
 from proof import ErrorFeedback, assert_ranks_equal, assert_same_history
 from tapes import FEW, Linear, Perceptron, batch, batch_size, noise, step_of, train
 
+from horovod_topk.tensorflow.traced_schedule import Branch
 from plain import PlainTopKEF as TopKEF
 
 EVERYTHING = {"ratio": 1.0, "min_numel": 0}
@@ -175,6 +176,21 @@ def test_the_eager_way_traces_once() -> None:
         step(*batch(position, batch_size(position)))
     (function,) = compression._living_states()[0]._functions.values()
     assert function.experimental_get_tracing_count() == 1
+
+
+def test_another_number_of_ranks_has_a_function_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs have it as a constant."""
+    model, compression = Perceptron(), TopKEF(ratio=0.1, min_numel=0)
+    step_of(model, compression)(*batch(0, batch_size(0)))
+    (state,) = compression._living_states()
+    (cached,), built = state._plans, []
+    monkeypatch.setattr(state, "_build", lambda _, branch, given: built.append(given))
+    for size in (2, 4, 4):
+        monkeypatch.setattr(type(state._state.collective), "size", size)
+        state._function(cached, Branch(0.5))(tf.constant(0.0))
+    assert len(built) == 2
 
 
 def test_none_and_sparse_gradients_keep_their_places() -> None:
