@@ -392,9 +392,9 @@ class PayloadCodec(Generic[Array]):
         return Squares(ops.norm(whole) ** 2, compensated, ops.norm(after) ** 2)
 
     def _add_by_kernel(self, out: Array, bucket: BucketPlan, payload: Array) -> bool:
-        """Add a payload's values to an arena of its bucket; return whether a kernel could.
+        """Have a kernel add a payload's values to an arena; return False if no kernel can.
 
-        In a graph this takes far fewer operations than decoding piece by piece.
+        In a graph a kernel takes far fewer operations than decoding piece by piece.
         """
         ops, dtype = self._ops, bucket.residual_dtype
         if bucket.parts > 1 or any(tensor.spec.dtype != dtype for tensor in bucket.tensors):
@@ -402,7 +402,7 @@ class PayloadCodec(Generic[Array]):
         kernel = self._kernel(bucket)
         if kernel is None:
             return False
-        sent = ops.clone(out)  # of which the kernel replaces every element
+        sent = ops.clone(out)  # the kernel replaces every element
         flags, each = [False] * len(bucket.tensors), [self._slice(sent, t) for t in bucket.tensors]
         if kernel.decode(payload, 1.0, flags, each) is not None:
             return False

@@ -102,12 +102,16 @@ class Buffer(Arithmetic):
         buffer._starts, buffer._pieces = [*self._starts], [*self._pieces]
         return buffer
 
-    def split(self, boundaries: Iterable[int]) -> None:
-        """Split a flat buffer of one piece, so that it takes no operations to read the parts."""
-        starts = sorted({0, *boundaries} - {self.numel})
+    def split(self, boundaries: Iterable[int]) -> Buffer:
+        """A buffer of the same elements whose parts between boundaries take no operation to read.
+
+        This buffer has to be flat. One of several pieces is not split further.
+        """
+        buffer, starts = self.copy(), sorted({0, *boundaries} - {self.numel})
         sizes = [stop - start for start, stop in itertools.pairwise([*starts, self.numel])]
         if len(self._pieces) == 1 and len(sizes) > 1:
-            self._starts, self._pieces = starts, tf.split(self._pieces[0], sizes)
+            buffer._starts, buffer._pieces = starts, tf.split(self._pieces[0], sizes)
+        return buffer
 
     @property
     def value(self) -> Tensor:

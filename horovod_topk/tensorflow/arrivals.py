@@ -150,7 +150,7 @@ def _traced(function: Callable[..., Any], shape: tuple[int, ...], dtype: Any) ->
 def _moved_by_sgd(
     slot: Any, gradient: Any, arrivals: Any, begins: Any, loss: Any, momentum: Any, rate: Any
 ) -> tuple[Any, Any, Any]:
-    """Compute the momentum that SGD has to begin its update with, its factor after it, and phi.
+    """Compute the momentum that SGD's update begins with, the factor that restores it, and phi.
 
     Args:
         slot: the momentum, in the optimizer's units.
@@ -176,7 +176,7 @@ def _moved_by_sgd(
 
 
 def _begun(phi: Any, slot: Any) -> Any:
-    """Have phi begin at 1 where a momentum is that of dense updates; return phi."""
+    """Return phi, which begins at 1 where the momentum comes from dense updates."""
     is_new = (tf.reduce_max(phi) <= 1.5 * RATE) & tf.reduce_any(tf.not_equal(slot, 0))
     return tf.where(is_new, phi + (1.0 - RATE), phi)
 

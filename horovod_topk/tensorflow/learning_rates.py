@@ -69,7 +69,7 @@ class VariableRates:
             pair.assign([unit, largest.get(name, unit)])
 
     def at(self, names: Sequence[str], rate: Any) -> StepRates:
-        """Return what a step at a learning rate, [] float64, does to the rates of some tensors."""
+        """Return the `StepRates` of a step with these tensors and this rate, [] float64."""
         return StepRates({n: self.variables[n] for n in names}, list(map(self._fall, names)), rate)
 
 
@@ -106,7 +106,7 @@ class StepRates:
         return list(tf.unstack(found, num=len(names)))
 
     def decays(self, names: Sequence[str]) -> Any:
-        """Return the rates in whose units residuals are then, divided by the largest so far.
+        """Return the rates in whose units residuals are after the step, divided by their largest.
 
         They are float64, one for each name, and 1 where no rate is known.
         """

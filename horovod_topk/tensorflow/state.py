@@ -168,9 +168,9 @@ class OptimizerState(Attached[VariableState]):
             raise
 
     def _function(self, cached: CachedPlan, branch: Branch) -> Callable[..., list[Any]]:
-        """Return the function of a branch; every trace that has the branch calls the same one.
+        """Return the function that runs a branch of a step; all traces of the step call it.
 
-        Where the number of ranks has changed it is built anew, as graphs have it as a constant.
+        A graph has the number of ranks as a constant, so another number has its own function.
         """
         key, this = (cached.name, branch, self._state.collective.size), weakref.ref(self)
         if key not in self._functions:

@@ -53,7 +53,7 @@ class VariableArenas(Arenas[Array]):
     Args:
         plan: the bucket.
         variables: one state variable for each tensor of the plan.
-        factors: a factor for each variable's value when it is read, of its dtype; None: 1.
+        factors: a factor for each variable's value, of the same dtype; None: all are 1.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class VariableArenas(Arenas[Array]):
     def swap(self) -> None:
         """Assign the candidates to the variables."""
         assert isinstance(self.candidate, Buffer)  # `__init__` has made it
-        left, tensors = self.candidate.copy(), self.plan.tensors  # the parts are this branch's
-        left.split(at for tensor in tensors for at in (tensor.start, tensor.stop))
+        tensors = self.plan.tensors
+        left = self.candidate.split(at for t in tensors for at in (t.start, t.stop))
         for tensor, variable in zip(tensors, self._variables, strict=True):
             variable.assign(left.read(tensor.start, tensor.stop), read_value=False)
         super().swap()
@@ -121,7 +121,7 @@ class VariableState(State[Array]):
         self.rates = VariableRates(self._fall) if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
-        # What an element that always arrives loses in the last step, by tensor name.
+        # By tensor name: share of its gradient that an element loses if it always arrives (SGD).
         self._losses: dict[str, Any] = {}
         self._begins = apart(lambda: tf.Variable(0.0, False))  # 1 if arrivals begin with it
         # Number of committed steps when they do, or -1.
@@ -296,11 +296,12 @@ class VariableState(State[Array]):
         return ArrivedToSgd(phi, self._losses[name], self._begins)
 
     def _note_losses(self, plan: Plan, rates: StepRates | None) -> None:
-        """Assign in a step of SGD what elements that always arrive lose."""
-        if self.config.by_arrivals == SGD:
-            begins = self.schedule_in_graphs.read() == self._begin_after.read_value()
-            self._begins.assign(tf.cast(begins, tf.float32))
-        for bucket in plan.buckets if self.config.by_arrivals == SGD else ():
+        """Assign, in a step of SGD, the share that elements lose if they always arrive."""
+        if self.config.by_arrivals != SGD:
+            return
+        begins = self.schedule_in_graphs.read() == self._begin_after.read_value()
+        self._begins.assign(tf.cast(begins, tf.float32))
+        for bucket in plan.buckets:
             names = [each.spec.name for each in bucket.gradients]
             found = selecting(plan.config, bucket.gradients)
             known = [LOSS * (name in found) for name in names]
@@ -315,7 +316,7 @@ class VariableState(State[Array]):
             self._numbers.assign([known.get(name, 0.0) for name in HOST])
 
     def rates_at(self, plan: Plan, rate: Any) -> StepRates | None:
-        """Learning rates of a step in a graph; None: residuals are not rescaled by them.
+        """Return the learning rates of a step in a graph; None if residuals do not follow them.
 
         rate: the learning rate, [] float64, or None.
         """

@@ -47,8 +47,7 @@ def test_writes_through_views_are_seen_everywhere(data: st.DataObject, pieces: l
 def test_splitting_and_copying_change_no_element(
     boundaries: list[int], written: tuple[int, int]
 ) -> None:
-    buffer = numbers(1, SIZE)
-    buffer.split(boundaries)
+    buffer = numbers(1, SIZE).split(boundaries)
     copied = buffer.copy()
     copied.write(*written, tf.zeros([written[1] - written[0]]))
     expected = np.arange(1, SIZE + 1, dtype=np.float32)

@@ -52,7 +52,7 @@ def follow(
     kept: tl.tensor,
     rate: tl.tensor,
 ) -> None:
-    """Set `out` to kept * mean, plus `rate` where a gradient is not 0. `mean`, `out` are flat."""
+    """Set `out` to kept * mean, plus `rate` where a gradient is not 0. The two arrays are flat."""
     t, at, place, inside = spot(table, owners)
     g = tl.load(pointers(gradients, t) + at, mask=inside, other=0.0)
     faded = tl.load(mean + place, mask=inside, other=0.0) * kept

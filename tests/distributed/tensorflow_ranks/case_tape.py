@@ -181,7 +181,7 @@ def test_the_eager_way_traces_once() -> None:
 def test_another_number_of_ranks_has_a_function_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Graphs have it as a constant."""
+    """A graph has the number of ranks as a constant."""
     model, compression = Perceptron(), TopKEF(ratio=0.1, min_numel=0)
     step_of(model, compression)(*batch(0, batch_size(0)))
     (state,) = compression._living_states()
