@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 from horovod_topk.core.arrivals import NORMS
@@ -23,7 +23,7 @@ from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
-from horovod_topk.core.residual import ResidualRegistry, Squares
+from horovod_topk.core.residual import Arenas, ResidualRegistry, Squares
 from horovod_topk.core.rounds import Whole, is_shared, state_names, state_plan
 from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY
@@ -92,6 +92,7 @@ class Compressor(State[Array]):
         self._level = plan.config.ratio, True, exchange
         self._place = self.place  # that the buckets' exchanges are built for
         self.step = self._new_step()
+        self.frozen: Callable[[], Collection[str]] = tuple  # tensors whose learning rate is 0 now
 
     @property
     def agreed(self) -> Plan:
@@ -126,8 +127,10 @@ class Compressor(State[Array]):
         """`State.probed`."""
         return Probed() if self.step.probe is None else self.step.probe.result
 
-    def commit(self) -> bool:
+    def commit(self, without: Collection[str] = (), frozen: Collection[str] = ()) -> bool:
         """End the step: elements not sent become the residual, unless a tensor was flagged.
+
+        without, frozen: names of tensors whose residuals stay; see `Step.commit`.
 
         Returns:
             Whether the residuals changed. A call without a finished bucket does nothing.
@@ -139,7 +142,9 @@ class Compressor(State[Array]):
             self.rollback()
             return False
         sums = step.sample() if step.samples and step.received else []
-        if not step.commit():
+        if step.received:
+            self._put_back(self.registry.pieces.keys() - {*without, *frozen})
+        if not step.commit(without, frozen):
             return False
         self._take_sample()
         self._sums = self._ops.joined(sums) if sums else None
@@ -150,6 +155,8 @@ class Compressor(State[Array]):
     def rollback(self) -> None:
         """End the step and leave residuals bitwise as they were before it."""
         flagged, whole = self.step.flagged, len(self.step.received) == len(self.plan.buckets)
+        if not self.step.sent:
+            self._put_back()
         if self.step.roll_back():
             self._end(flagged, committed=False, whole=whole)
 
@@ -231,12 +238,17 @@ class Compressor(State[Array]):
         """This rank's residuals and, if there are any, the owner's residuals."""
         return [self.registry] if self.owned is None else [self.registry, self.owned]
 
+    def _sent_arenas(self) -> Iterator[Arenas[Array]]:
+        return (arenas for registry in self._sent() for arenas in registry.all_arenas())
+
     def _begin_step(self) -> None:
         """Rescale residuals whose units have changed, and switch to the step's ratio level.
 
         The number of ranks may have changed: exchanges whose arrays depend on it, or on this rank,
-        are built anew. Ranks that have joined have zero residuals.
+        are built anew. Ranks that have joined have zero residuals. A tensor whose learning rate is
+        0 exchanges its gradient alone: what it sends moves no weight, and may enter a momentum.
         """
+        self._put_back()  # if an error has ended the step before
         ranks = self.exchange.ranks
         before, self.ranks_before = self.ranks_before, ranks
         if before is not None and before != ranks:
@@ -255,7 +267,16 @@ class Compressor(State[Array]):
         self.step.turn()
         if self.step.probe is not None:
             self.step.probe.turn(self.plan, self.counter.committed)
+        if frozen := self.frozen():
+            for arenas in self._sent_arenas():
+                arenas.set_aside(frozen, self._ops)
         self.timer.begin()
+
+    def _put_back(self, counts: Collection[str] = ()) -> None:
+        """Put the residuals of frozen tensors back; `counts`: tensors whose step counts."""
+        for arenas in self._sent_arenas():
+            if arenas.aside:
+                arenas.put_back(counts, self._ops)
 
     def _follow(self, factors: Mapping[str, float]) -> None:
         """Rescale residuals of the tensors whose learning rates have changed."""

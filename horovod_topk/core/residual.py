@@ -11,7 +11,7 @@ kernel that can multiply takes e and the factor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -54,6 +54,7 @@ class Arenas(Generic[Array]):
     def __init__(self, plan: BucketPlan, residual: Array, candidate: Array) -> None:
         self.plan, self._verbs = plan, cast("Ops[Array] | None", None)
         self._residual, self._candidate = _Arena(residual), _Arena(candidate)
+        self.aside: dict[tuple[int, int], Array] = {}  # residuals that `set_aside` has taken out
 
     @property
     def residual(self) -> Array:
@@ -95,6 +96,37 @@ class Arenas(Generic[Array]):
         if not arena.views:
             arena.views += [ops.view(array, t.start, t.stop) for t in self.plan.tensors]
         return arena.views
+
+    def set_aside(self, names: Collection[str], ops: Ops[Array]) -> None:
+        """Take out the residuals of some tensors, by name, until `put_back`: zeros stay."""
+        for start, stop in self._stretches(names):
+            view = ops.view(self.residual, start, stop)
+            self.aside[start, stop] = ops.clone(view)
+            nothing = ops.zeros(stop - start, self.plan.residual_dtype, self.plan.device)
+            ops.assign(view, nothing)
+
+    def put_back(self, names: Collection[str], ops: Ops[Array]) -> None:
+        """Put back what `set_aside` has taken out.
+
+        names: tensors whose candidate gets it as well, since their step counts.
+        """
+        both = set(self._stretches(names)) if self.aside else set()
+        for (start, stop), residual in self.aside.items():
+            if (start, stop) in both:
+                candidate: Any = ops.view(self.candidate, start, stop)
+                ops.assign(candidate, candidate + residual)
+            ops.assign(ops.view(self.residual, start, stop), residual)
+        self.aside.clear()
+
+    def keep(self, names: Collection[str], ops: Ops[Array]) -> None:
+        """Make the residuals of some tensors, by name, their candidates, before `swap`."""
+        for start, stop in self._stretches(names):
+            before = ops.view(self.residual, start, stop)
+            ops.assign(ops.view(self.candidate, start, stop), before)
+
+    def _stretches(self, names: Collection[str]) -> list[tuple[int, int]]:
+        """Where tensors are, by name, but for those without elements."""
+        return [(t.start, t.stop) for t in self.plan.tensors if t.numel and t.spec.name in names]
 
     def swap(self) -> None:
         """Make the candidate the residual."""
@@ -142,7 +174,10 @@ class Stretch(Generic[Array]):
 
     def read(self) -> Array:
         """`Piece.read`: a view."""
-        return self.ops.view(self.arenas.residual, self.tensor.start, self.tensor.stop)
+        start, stop = self.tensor.start, self.tensor.stop
+        if (start, stop) in self.arenas.aside:
+            return self.arenas.aside[start, stop]
+        return self.ops.view(self.arenas.residual, start, stop)
 
     def write(self, source: Array) -> None:
         """`Piece.write`."""
@@ -244,7 +279,9 @@ class ResidualRegistry(Part[Array]):
         return Arenas(plan, self._ops.zeros(*size), self._ops.zeros(*size))
 
     def _arrays(self) -> Iterator[Array]:
-        return (arenas.residual for arenas in self.all_arenas())
+        for arenas in self.all_arenas():
+            yield arenas.residual
+            yield from arenas.aside.values()
 
 
 def scaled(values: Array, factor: float, ops: Ops[Array], like: Array | None = None) -> Array:

@@ -25,7 +25,15 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.config import SGD
-from horovod_topk.core.arrivals import ARRIVALS, LOSS, STATES, Arrived, ArrivedToSgd, selecting
+from horovod_topk.core.arrivals import (
+    ARRIVALS,
+    LOSS,
+    NORMS,
+    STATES,
+    Arrived,
+    ArrivedToSgd,
+    selecting,
+)
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.energies import Energies
 from horovod_topk.core.exchange import BucketExchange, Exchange
@@ -286,15 +294,35 @@ class Step(Generic[Array]):
             if bucket.following is not None and is_known:
                 yield bucket.following, bucket
 
-    def commit(self) -> bool:
+    def commit(self, without: Collection[str] = (), frozen: Collection[str] = ()) -> bool:
         """Make the candidates of all finished buckets the state.
 
         The caller makes sure that no bucket is under way and no tensor is flagged.
 
+        Args:
+            without: names of the tensors whose gradient was not used: all of their state stays
+                bitwise as it was before the step.
+            frozen: names of the tensors whose gradient was used at a learning rate of 0. Residuals
+                and mean norms stay; velocities and arrivals change, as the optimizer's moments do.
+
         Returns:
             Whether there was a finished bucket.
         """
+        if without or frozen:
+            for ordinal in self.received:
+                self._keep(self._buckets[ordinal].plan, without, {*without, *frozen})
         return self._end(committed=True)
+
+    def _keep(self, bucket: BucketPlan, without: Collection[str], unmoved: Collection[str]) -> None:
+        """Make the present state of some tensors of a bucket their candidates; see `commit`."""
+        storage = self._storage(bucket)
+        states = storage.states.items()
+        kept = [*storage.residuals, *storage.owned, *(own for n, own in states if n == NORMS)]
+        others = [own for name, own in states if name != NORMS]
+        for arenas in kept:
+            arenas.keep(unmoved, self._ops)
+        for arenas in others if storage.velocity is None else [*others, storage.velocity]:
+            arenas.keep(without, self._ops)
 
     def roll_back(self) -> bool:
         """Discard all candidates: the state stays bitwise as it was before the step.
