@@ -17,6 +17,8 @@ from horovod_topk.methods.protocol import Method, Rounds
 
 log = logging.getLogger("horovod_topk")
 
+FRAMEWORKS = "torch.optim.", "keras.", "tf_keras."  # modules of their own optimizers
+
 
 @dataclass(frozen=True)
 class Words:
@@ -38,6 +40,17 @@ class Own:
     off: str  # argument that turns momentum off
     normalises: bool  # whether it divides by the root of a mean square, as Adam
     besides: str = ""  # added to the cure of an error
+
+
+def kind_of(optimizer: object) -> str:
+    """Name of an optimizer's class, with its module unless it is PyTorch's or Keras' own.
+
+    Many packages have an AdamW. A class that Horovod has made around another one has its name.
+    """
+    kinds = (kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("horovod."))
+    kind = next(kinds)
+    is_own = f"{kind.__module__}.".startswith(FRAMEWORKS)
+    return kind.__name__ if is_own else f"{kind.__module__}.{kind.__name__}"
 
 
 def why_not_corrected(config: Method) -> str:

@@ -95,6 +95,14 @@ class Rates:
         self.largest: dict[str, float] = {}
         self._before: dict[str, float] = {}  # units at the end of the last committed step,
         self._committed = 0  # and the number of that step
+        self._present: Mapping[str, float] = {}
+
+    def shared(self) -> tuple[float, ...]:
+        """Return the rates that `turn` has read, in the order of tensors: equal on all ranks.
+
+        A scheduler that drives a copy of the optimizer on some ranks leaves them different.
+        """
+        return tuple(self._present.values())
 
     def saved(self) -> dict[str, dict[str, float]]:
         """`Followed.saved`."""
@@ -120,8 +128,8 @@ class Rates:
         """
         if committed != self._committed:
             self._before, self._committed = dict(self.units), committed
-        factors = dict[str, float]()
-        for name, rate in self._now().items():
+        factors, self._present = dict[str, float](), self._now()
+        for name, rate in self._present.items():
             unit, before = rate, self._before.get(name, 0.0)
             if not rate >= before:
                 unit = max(rate, self._fall(name) * before)

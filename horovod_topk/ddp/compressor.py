@@ -98,8 +98,13 @@ class Compressor(TrainingCompressor):
             states[0].replace(model, optimizer, self, groups)
             self.attached(states[0])
         elif (name := horovods()) is None or TORCHS[name] not in [hook for hook, _ in hooks]:
-            arguments = self.hook(model, optimizer, groups)  # it refuses other models than DDP
-            model.register_comm_hook(*arguments)
+            state, hook = self.hook(model, optimizer, groups)  # it refuses other models than DDP
+            try:
+                model.register_comm_hook(state, hook)
+            except BaseException:
+                if isinstance(state, DDPState):
+                    state.detach()
+                raise
 
     def hook(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None

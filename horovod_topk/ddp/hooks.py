@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,10 @@ NOT_NOW = (
     "step() was called on gradients that were not exchanged, or were applied already",
     "Run a step's last backward() outside of no_sync(), and zero_grad() after the step",
 )
+IN_NO_SYNC = (
+    "step() was called on gradients of this rank alone: no backward() has exchanged any",
+    "Run a step's last backward() outside of no_sync(), and call the model itself, not its .module",
+)
 INCOMPLETE = (
     "it has no gradient, and step() was called on others that were not exchanged",
     "If it is frozen or unused, pass find_unused_parameters=True to DistributedDataParallel",
@@ -31,11 +35,12 @@ class Hooks(hooks.Hooks):
     """Step hooks that refuse gradients whose buckets DDP did not pass to the compressor."""
 
     others: OtherOptimizers  # set by `watch`
+    is_registered: Callable[[], bool]  # whether DistributedDataParallel calls the hook
 
     def watch(self, optimizer: Any, accumulations: Any) -> None:
         """As `hooks.Hooks.watch`."""
-        super().watch(optimizer, accumulations)
         self.others = OtherOptimizers(optimizer, self._buckets)
+        super().watch(optimizer, accumulations)
 
     def remove(self) -> None:
         """As `hooks.Hooks.remove`."""
@@ -62,6 +67,7 @@ class Hooks(hooks.Hooks):
             if 0 < len(missing) < len(slots):
                 problem, cure = INCOMPLETE
                 raise StepBeforeSynchronizeError(problem, cure=cure, tensor=missing[0])
-            problem, cure = NOT_NOW if self._buckets.exchanges else NEVER
+            never = IN_NO_SYNC if self.is_registered() else NEVER
+            problem, cure = NOT_NOW if self._buckets.exchanges else never
             raise StepBeforeSynchronizeError(problem, cure=cure)
         self.others.applied = self._buckets.exchanges

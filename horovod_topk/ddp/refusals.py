@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.errors import ConfigError
 from horovod_topk.torch_training.replacing import REWRAP
 
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # by name: importing them takes a second
@@ -23,6 +24,9 @@ def check_model(model: Any) -> None:
     if not isinstance(model, DistributedDataParallel):
         names = {kind.__name__ for kind in type(model).__mro__}
         sharded = "FSDP gives a rank the sum of a shard, and error feedback needs its own gradients"
+        if isinstance(model, Optimizer):
+            cure = "Pass the model first, and then the optimizer"
+            raise ConfigError(f"the model is an optimizer, {type(model).__name__}", cure=cure)
         raise ConfigError(
             sharded if _SHARDED & names else f"{type(model)} is no DistributedDataParallel",
             cure="Pass the DistributedDataParallel itself: what Accelerate's prepare() returns, or "
@@ -63,14 +67,45 @@ def _of_options(model: DistributedDataParallel) -> Iterator[tuple[str, str, None
         yield reason, "Leave delay_all_reduce_named_params= out", None
 
 
-def refuse_join(**kwargs: Any) -> NoReturn:
-    """Stand in for the model's `join_hook`, and refuse join().
+def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
+    """Refuse a model whose parameters were frozen, or the reverse, after it was wrapped.
+
+    DistributedDataParallel exchanges the parameters that were trained when it was constructed.
+
+    names: name of each parameter that is trained now.
 
     Raises:
-        UnsupportedOperationError: always.
+        ConfigError: a parameter of DistributedDataParallel's gets no gradient, or one that is
+            trained is not exchanged.
     """
-    raise UnsupportedOperationError(
-        "join() was called for a model whose gradients are compressed: a rank that has joined "
-        "takes part with zero gradients, and has no residuals to send",
-        cure="Give every rank the same number of steps, as DistributedSampler(drop_last=True) does",
-    )
+    then, now = _counted_by(model), (len(names), sum(p.nbytes for p in names))
+    if then in (None, now) or not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
+        return
+    buckets = model.reducer._get_zeros_like_grad_buckets()  # as large as all gradients
+    waits_for = {p for bucket in buckets for p in bucket.parameters()}
+    later = next((name for p, name in names.items() if p not in waits_for), None)
+    if later is not None:
+        raise ConfigError(
+            "it had requires_grad=False when the model was wrapped, so that "
+            "DistributedDataParallel does not exchange its gradient",
+            tensor=later,
+            cure=f"Set requires_grad before; now {REWRAP}",
+        )
+    frozen = (name for name, p in model.module.named_parameters() if p in waits_for - {*names})
+    if not (model.find_unused_parameters or model.static_graph):
+        raise ConfigError(
+            "its requires_grad was set to False after the model was wrapped, and "
+            "DistributedDataParallel still waits for its gradient in every step",
+            tensor=next(frozen, None),
+            cure="Freeze parameters before wrapping the model, or pass "
+            "find_unused_parameters=True to DistributedDataParallel",
+        )
+
+
+def _counted_by(model: Any) -> tuple[int, int] | None:
+    """Number and bytes of the parameters that DDP exchanges; None: this PyTorch does not tell."""
+    facts = model._get_ddp_logging_data()
+    try:
+        return facts["num_parameter_tensors"], facts["total_parameter_size_bytes"]
+    except KeyError:
+        return None

@@ -17,6 +17,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +31,10 @@ from horovod_topk import reporting
 from horovod_topk.core.base_compressor import BaseCompressor
 from horovod_topk.ddp.collective import GroupCollective
 from horovod_topk.ddp.hooks import Hooks
-from horovod_topk.ddp.refusals import refuse_join
+from horovod_topk.ddp.refusals import check_trained
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch_training import specs
-from horovod_topk.torch_training.copies import CopiedState
+from horovod_topk.torch_training.copies import CopiedState, OfOneModel
 from horovod_topk.torch_training.momentum import check_not_twice
 from horovod_topk.torch_training.replacing import REWRAP, check_inherits, inherited
 from horovod_topk.torch_training.stepping import check_optimizer
@@ -76,7 +77,9 @@ class DDPState(CopiedState):
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
             self._leave(optimizer, config)
             return
-        if before is not None:
+        if before is None:
+            check_trained(model, names)
+        else:
             changed = {*names.values()} ^ {*before._names.values()}
             check_inherits(before._compressor.config, config, changed)
         config = self._fit_settings(optimizer, config, compressor.deferred)
@@ -85,7 +88,13 @@ class DDPState(CopiedState):
         if before is not None:
             self.load_state_dict(inherited(before._compressor, self.state_dict()))
         self._watch(optimizer, ((p, specs.accumulation_of(p)) for p in names))
-        model.join_hook = refuse_join  # type: ignore[method-assign]
+        self._hooks.is_registered = partial(_has_hook, self._model)
+        model.join_hook = OfOneModel(model)  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """As `TrainingState.detach`."""
+        super().detach()
+        vars(self._model()).pop("join_hook", None)
 
     def replace(
         self,
@@ -202,3 +211,9 @@ class DDPState(CopiedState):
             self._compressor.abandon()
             self._buckets.forget()
             self._futures = []
+
+
+def _has_hook(model: weakref.ref[DistributedDataParallel]) -> bool:
+    """Whether PyTorch calls the hook of a state with a model's gradients."""
+    states = [state for _, state in getattr(model(), "_comm_hooks", ())]
+    return any(isinstance(state, DDPState) and not state.is_copy for state in states)

@@ -18,6 +18,7 @@ from horovod_topk.core.momentum_takeover import (
     advise,
     check_once,
     fitted,
+    kind_of,
     none_to_correct,
     note_followed,
     rule_of_arrivals,
@@ -78,7 +79,7 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         normalises=normalises if is_known else None,
         follows=follows,
     )
-    kind, setting = type(optimizer).__name__, _setting_of(optimizer)
+    kind, setting = kind_of(optimizer), _setting_of(optimizer)
     if why:
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
     if asked is None or why:
@@ -147,7 +148,7 @@ def check_not_twice(optimizer: Any, config: Method) -> None:
     if optimizer is None or not config.momentum:
         return
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    kind, is_adam = type(optimizer).__name__, _is_adam(optimizer)
+    kind, is_adam = kind_of(optimizer), _is_adam(optimizer)
     setting = "beta_1" if is_adam else "momentum"
     present = _present(optimizer, setting)
     if present is None:

@@ -21,6 +21,7 @@ import functools
 import gc
 import importlib
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.state import live_states
 
 Method = Callable[..., Any]
+
+_BUILT: weakref.WeakSet[Any] = weakref.WeakSet()  # Horovod's optimizers, compressed or not
 
 
 def install() -> None:
@@ -64,8 +67,10 @@ def _wrap_init(original: Method) -> Method:
         if isinstance(self, OneBitAdam):
             asked = _compression_of_momentum(asked, arguments.get("op", hvd.Average))
         compressor = Compressor.asked(asked)
+        _check_shares_nothing(arguments["params"], compresses=compressor is not None)
         if compressor is None:
             original(self, *args, **kwargs)
+            _BUILT.add(self)
             return
         if "op" in arguments:
             reduction_of(arguments["op"], hvd)
@@ -74,8 +79,39 @@ def _wrap_init(original: Method) -> Method:
         compressor.attached(state)
         self._topkef = self._compression = state
         state.begin(self._register_hooks if exchanges else None)
+        _BUILT.add(self)
 
     return __init__
+
+
+def _check_shares_nothing(groups: Any, *, compresses: bool) -> None:
+    """Refuse parameters whose gradients another living optimizer of Horovod's exchanges.
+
+    Args:
+        groups: the parameter groups of the optimizer that is constructed.
+        compresses: whether its gradients are compressed. Two others are Horovod's own affair.
+
+    Raises:
+        ConfigError: both would exchange a gradient in the same backward().
+    """
+    own = {id(p) for group in groups for p in group["params"]}
+
+    def shared() -> str | None:
+        others = [each for each in _BUILT if compresses or hasattr(each, "_topkef")]
+        named = ((each, p, name) for each in others for p, name in each._parameter_names.items())
+        found = (name for each, p, name in named if id(p) in own and p in each._requires_update)
+        return next(found, None)
+
+    if shared() is not None:
+        gc.collect()  # Horovod's optimizers are reference cycles: delete unreachable ones
+    if (name := shared()) is not None:
+        raise ConfigError(
+            "another hvd.DistributedOptimizer that still exists exchanges its gradient, and both "
+            "would change it in each backward()",
+            tensor=name,
+            cure="Delete the other one first (optimizer = None, and schedulers that refer to it), "
+            "or give each parameter to one optimizer",
+        )
 
 
 def _compression_of_momentum(asked: Any, op: Any) -> Any:
@@ -118,6 +154,14 @@ def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
     optimizer._register_hooks = lambda: asked.append(True)
     try:
         construct()
+    except (AttributeError, TypeError) as error:
+        kind = type(optimizer).__mro__[1]
+        raise ConfigError(
+            f"Horovod makes a new {kind.__module__}.{kind.__name__} of its parameter groups alone, "
+            f"which fails: {error}",
+            cure="If it wraps an optimizer, pass that one to hvd.DistributedOptimizer, and wrap "
+            "what this returns; else give all arguments of its __init__ but the first a default",
+        ) from error
     finally:
         del optimizer._register_hooks
     return bool(asked)

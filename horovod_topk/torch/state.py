@@ -70,7 +70,11 @@ class OptimizerState(TrainingState):
         if self.active:
             groups = (group["params"] for group in optimizer.param_groups)
             trained = [p for group in groups for p in group if p.requires_grad]
-            self._watch(optimizer, zip(trained, optimizer._grad_accs, strict=True))
+            try:
+                self._watch(optimizer, zip(trained, optimizer._grad_accs, strict=True))
+            except BaseException:
+                optimizer._grad_accs.clear()  # and with them Horovod's hooks
+                raise
             return
         norm = self._config.clip_norm
         gradients = None if norm is None else partial(values_alone, optimizer, norm)

@@ -28,6 +28,7 @@ from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.ops.torch_moments import Moment, Numbers, prepare, undo
 from horovod_topk.torch_training.added import added_by, applies_nothing, versions
+from horovod_topk.torch_training.group_settings import betas_of, not_a_number, number_in
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class AdamSteps:
             return
         arrived = self._arrived()
         for group in optimizer.param_groups if arrived else ():
-            beta1, beta2, rate = map(float, (*group["betas"], group["lr"]))
+            beta1, beta2 = _betas(optimizer, group)
+            rate = number_in(optimizer, group, "lr")
             known = [p for p in group["params"] if self._names.get(p) in arrived]
             known = [p for p in known if p.grad is not None and "exp_avg" in optimizer.state[p]]
             for step, alike in _by_step(known, optimizer) if beta1 else ():
@@ -157,13 +159,25 @@ def second_moments(optimizer: Callable[[], Any], names: Mapping[Any, str]) -> di
     """
     found, adam = dict[str, Momentum](), optimizer()
     for group in adam.param_groups:
-        beta2 = float(group["betas"][1])
+        _, beta2 = _betas(adam, group)
         for p in group["params"]:
             name = names.get(p)
             if name is not None:
                 squares = adam.state.get(p, {}).get("exp_avg_sq")
                 found[name] = Momentum(0.0, False, beta2, squares)
     return found
+
+
+def _betas(optimizer: Any, group: Mapping[str, Any]) -> tuple[float, float]:
+    """Both betas of a parameter group.
+
+    Raises:
+        ConfigError: they are not two numbers any more.
+    """
+    match betas_of(group):
+        case [float(beta1), float(beta2)]:
+            return beta1, beta2
+    raise not_a_number(optimizer, group, "betas")
 
 
 def _added(optimizer: Any, group: Mapping[str, Any], parameters: Sequence[Any]) -> list[Tensor]:

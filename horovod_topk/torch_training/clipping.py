@@ -16,11 +16,14 @@ _STRETCH = 1 << 16  # elements of a stretch that is summed in float32
 
 def clip_alone(
     optimizer: Any, clip_norm: float, gradients: Callable[[], Sequence[Tensor]] | None = None
-) -> None:
+) -> Any:
     """Clip gradients before each step where nothing is exchanged, as with one rank.
 
     gradients: returns the gradients of a step, clipped in place; None: the `grad` of every
         parameter.
+
+    Returns:
+        The handle of the hook that was registered with the optimizer.
     """
     clip = local_clip(clip_norm, "sum")
 
@@ -34,7 +37,7 @@ def clip_alone(
         for each in by_device.values():
             clip.clip(each)
 
-    optimizer.register_step_pre_hook(before_step)
+    return optimizer.register_step_pre_hook(before_step)
 
 
 def _gradients_of(optimizer: Any) -> list[Tensor]:

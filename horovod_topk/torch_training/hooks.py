@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -77,7 +78,9 @@ class Hooks(abc.ABC):
             self._handles.append(optimizer.register_state_dict_pre_hook(self._undo))
         after = optimizer.register_step_post_hook(self._after_step)
         # Before the hooks that a user has registered: they should see the momentum of dense steps.
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+        registered = getattr(optimizer, "_optimizer_step_post_hooks", None)
+        if isinstance(registered, OrderedDict) and after.id in registered:  # PyTorch's own
+            registered.move_to_end(after.id, last=False)
         self._handles.append(after)
 
     def remove(self) -> None:

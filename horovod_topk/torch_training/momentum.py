@@ -33,6 +33,7 @@ from horovod_topk.core.momentum_takeover import (
     Words,
     check_once,
     fitted,
+    kind_of,
     none_to_correct,
     not_a_momentum,
     note_followed,
@@ -44,7 +45,8 @@ from horovod_topk.core.momentum_takeover import (
 )
 from horovod_topk.core.momentum_takeover import advise as advise_of
 from horovod_topk.methods.protocol import Method
-from horovod_topk.torch_training.momentum_saved import TAKEN, drop_loaded, save_zeros
+from horovod_topk.torch_training.group_settings import betas_of, momentum_of, number_of
+from horovod_topk.torch_training.momentum_saved import TAKEN, drop_loaded
 
 log = logging.getLogger("horovod_topk")
 
@@ -75,7 +77,6 @@ class Loan:
         # About the present or last step: whether it was exchanged without momentum correction, and
         # whether the mean of the ranks' velocities was exchanged.
         self._is_over, self._hands_over = False, False
-        save_zeros(optimizer, self)
 
     def lends_for(self, guard: Watch) -> None:
         """Return the momentum to the optimizer when this guard ends compression."""
@@ -224,7 +225,7 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
     """
     if not momentum:
         return
-    kind, is_adam = type(optimizer).__name__, isinstance(optimizer, (Adam, AdamW))
+    kind, is_adam = kind_of(optimizer), isinstance(optimizer, (Adam, AdamW))
     for number, group in enumerate(optimizer.param_groups):
         if not is_adam and "momentum" not in group:
             raise none_to_correct(momentum, kind, WORDS.known)
@@ -234,7 +235,7 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
             where=f"parameter group {number} of the optimizer",
             setting=setting,
             shown=group[setting],
-            applies=bool(_now(group)),
+            applies=momentum_of(group) != 0.0,
             off=_off(group),
             normalises=is_adam,
             besides="; a scheduler that sets it needs cycle_momentum=False",
@@ -255,7 +256,7 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
     """
     normalises = isinstance(optimizer, (Adam, AdamW))
     is_known = normalises or isinstance(optimizer, SGD)
-    asked, kind = deferred.get("momentum"), type(optimizer).__name__
+    asked, kind = deferred.get("momentum"), kind_of(optimizer)
     rule = rule_of_arrivals(config, asked, normalises=normalises if is_known else None)
     why_not = why_not_corrected if rule is None else why_not_by_arrivals
     why = _why_left(optimizer) or why_not(config) if asked == AUTO else ""
@@ -268,8 +269,9 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
     elif follows:
         note_followed(kind)
         # In each step a group's own beta 2 counts: `second_moments`.
-        betas = [float(group["betas"][1]) for group in optimizer.param_groups if normalises]
-        config = replace(config, by_arrivals=rule, beta2=max(betas, default=None))
+        betas = [betas_of(group)[1] for group in optimizer.param_groups if normalises]
+        largest = max((beta for beta in betas if beta is not None), default=None)
+        config = replace(config, by_arrivals=rule, beta2=largest)
     else:
         config = replace(config, **own_momentum(optimizer), taken_over=True)
     return config
@@ -281,6 +283,8 @@ def _why_left(optimizer: Any) -> str:
         return f"it is none of {WORDS.known}"
     if not _steps_as_known(optimizer):
         return f"its step() is not that of {WORDS.known}"
+    if not all(map(_has_numbers, optimizer.param_groups)):
+        return f"its parameter groups have {_shown(optimizer.param_groups[0])}"
     found = [_own(group) for group in optimizer.param_groups]
     if None in found:
         return "it is dampened"
@@ -307,7 +311,7 @@ def own_momentum(optimizer: Any) -> dict[str, Any]:
     Raises:
         ConfigError: the optimizer has no momentum that could be corrected.
     """
-    kind, is_known = type(optimizer).__name__, isinstance(optimizer, (SGD, Adam, AdamW))
+    kind, is_known = kind_of(optimizer), isinstance(optimizer, (SGD, Adam, AdamW))
     found = [_own(group) for group in optimizer.param_groups] if is_known else [None]
     own = None if None in found else max(each for each in found if each is not None)
     return settings_of(kind, own, WORDS)
@@ -327,7 +331,7 @@ def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) 
             _set(group, momentum, nesterov=nesterov)
         _restore(group)
         if _now(group) != before:
-            log.info("TopKEF leaves momentum=%s to %s", _now(group), type(optimizer).__name__)
+            log.info("TopKEF leaves momentum=%s to %s", _now(group), kind_of(optimizer))
 
 
 def _restore(group: Any) -> None:
@@ -341,19 +345,27 @@ def _own(group: Any) -> tuple[float, bool] | None:
     """A parameter group's momentum, its own or the one taken over, and whether it is Nesterov's.
 
     Returns:
-        None, if the momentum is dampened, or the group has none to correct.
+        None, if the momentum is dampened or no number, or the group has none to correct.
     """
     if "betas" not in group and ("momentum" not in group or group.get("dampening")):
         return None
     if not _now(group) and TAKEN in group:
         momentum, nesterov = group[TAKEN]
         return float(momentum), bool(nesterov)
-    return _now(group), bool(group.get("nesterov", False))
+    own = momentum_of(group)
+    return None if own is None else (own, bool(group.get("nesterov", False)))
 
 
 def _now(group: Any) -> float:
-    """The momentum that the optimizer itself applies."""
-    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+    """The momentum that the optimizer itself applies; 0 if it is no number."""
+    return momentum_of(group) or 0.0
+
+
+def _has_numbers(group: Any) -> bool:
+    """Whether the settings of an SGD, Adam or AdamW that an adapted step reads are numbers."""
+    if "betas" in group:
+        return len(betas := betas_of(group)) == 2 and None not in betas
+    return None not in (momentum_of(group), number_of(group["dampening"]))
 
 
 def _shown(group: Any) -> str:
@@ -368,11 +380,14 @@ def _set(group: Any, momentum: float, *, nesterov: bool) -> None:
         group["momentum"], group["nesterov"] = momentum, nesterov
 
 
-def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
+def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> Any:
     """Let the optimizer apply the momentum itself, if nothing is compressed.
 
     For SGD the result is the same. Adam's second moment then has squares of gradients, not of
     velocities, as in training with a single process.
+
+    Returns:
+        The handle of a hook that was registered with the optimizer.
 
     Raises:
         ConfigError: as `check_not_twice`.
@@ -380,10 +395,10 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
     check_not_twice(optimizer, momentum, nesterov=nesterov)
     give = partial(give_back, momentum=momentum, nesterov=nesterov)
     give(optimizer)
-    optimizer.register_step_pre_hook(lambda it, *_: give(it))  # a checkpoint may set it to 0
     if momentum:
-        name = type(optimizer).__name__
+        name = kind_of(optimizer)
         log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
+    return optimizer.register_step_pre_hook(lambda it, *_: give(it))  # a checkpoint may set it to 0
 
 
 def advise(optimizer: Any, config: Method, asked: str | None) -> tuple[str, ...]:
@@ -394,10 +409,10 @@ def advise(optimizer: Any, config: Method, asked: str | None) -> tuple[str, ...]
     Returns:
         The warnings that were given: one or none.
     """
-    has_beta1 = any(group["betas"][0] for group in optimizer.param_groups if "betas" in group)
+    has_beta1 = any(_now(group) for group in optimizer.param_groups if "betas" in group)
     normalises = isinstance(optimizer, (Adam, AdamW)) and has_beta1
     why = _why_left(optimizer) if asked == AUTO else ""
-    return advise_of(type(optimizer).__name__, config, why, normalises=normalises)
+    return advise_of(kind_of(optimizer), config, why, normalises=normalises)
 
 
 def _off(group: Any) -> str:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from horovod_topk.core.momentum_takeover import kind_of
 from horovod_topk.core.rates import Rates, fall_of
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
+from horovod_topk.torch_training.group_settings import number_of
 from horovod_topk.torch_training.momentum import Loan
 
 
@@ -23,34 +25,37 @@ def followed(
     before the optimizer, the new rate is used a step late. Reading a rate that is a tensor on an
     accelerator waits for the device.
 
+    A rate that becomes None, or anything else that is no number, leaves residuals in the units that
+    they have, as a rate of 0 does.
+
     names: name of each parameter; parameters without a name are left out.
     loan: the momentum takeover, if there is one: SGD has another learning rate while it steps.
 
     Raises:
-        ConfigError: a parameter group has no learning rate.
+        ConfigError: a parameter group has no learning rate, or none that is a number.
     """
     if not config.follow_lr:
         return None
-    for number, group in enumerate(optimizer.param_groups):
-        if "lr" not in group:
-            raise ConfigError(
-                f"follow_lr=True was given, and parameter group {number} of "
-                f"{type(optimizer).__name__} has no lr",
-                cure="Leave follow_lr= out",
-            )
+    if why := why_not_followed(optimizer):
+        raise ConfigError(f"follow_lr=True was given, and {why}", cure="Leave follow_lr= out")
     held = weakref.ref(optimizer)  # weak: the optimizer refers to the state, which refers to this
     return Rates(lambda: now(held(), names, loan), partial(fall_of, config))
 
 
-def has_rates(optimizer: Any) -> bool:
-    """Whether every parameter group has a learning rate."""
-    return all("lr" in group for group in optimizer.param_groups)
+def why_not_followed(optimizer: Any) -> str:
+    """Reason why residuals cannot follow an optimizer's learning rates; empty: they can."""
+    for number, group in enumerate(optimizer.param_groups):
+        if number_of(group.get("lr")) is None:
+            shown = f"lr={group['lr']!r:.60}, which is no number" if "lr" in group else "no lr"
+            return f"parameter group {number} of {kind_of(optimizer)} has {shown}"
+    return ""
 
 
 def now(optimizer: Any, names: Mapping[Any, str], loan: Loan | None = None) -> dict[str, float]:
     """The present learning rate of each parameter, by name."""
     rates = dict[str, float]()
     for group in optimizer.param_groups if loan is None else loan.groups(optimizer):
-        rate = float(group["lr"])
-        rates |= {names[p]: rate for p in group["params"] if p in names}
+        rate = number_of(group.get("lr"))
+        if rate is not None:
+            rates |= {names[p]: rate for p in group["params"] if p in names}
     return rates

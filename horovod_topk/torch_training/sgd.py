@@ -31,6 +31,7 @@ from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum_takeover import not_a_momentum
 from horovod_topk.ops.torch_buffers import Buffer, Numbers, prepare, restore, undo
 from horovod_topk.torch_training.added import added_by, applies_nothing, versions
+from horovod_topk.torch_training.group_settings import number_in
 
 TINY = 1e-6  # phi below this, before a step, is that of a run without earlier steps
 
@@ -83,7 +84,8 @@ class SgdSteps:
         self._begin(optimizer, [each for _, pairs in groups for each in pairs])
         self._was_dense = self._was_dense if step.flagged else not (arrived or elastic())
         for group, pairs in groups:
-            momentum, decay = float(group["momentum"]), float(group["weight_decay"])
+            momentum = number_in(optimizer, group, "momentum")
+            decay = number_in(optimizer, group, "weight_decay")
             added = added_by(optimizer, group, [p for p, _ in pairs])
             buffers = [
                 Buffer(optimizer.state[p]["momentum_buffer"], g, p, own.arrivals, own.loss)
@@ -139,7 +141,7 @@ def _restore(buffers: Sequence[Buffer], numbers: Numbers) -> None:
 
 def _check(optimizer: Any, group: Mapping[str, Any]) -> None:
     """Refuse a momentum that has become invalid during training."""
-    momentum, dampening = float(group["momentum"]), float(group["dampening"])
+    momentum, dampening = (number_in(optimizer, group, s) for s in ("momentum", "dampening"))
     if not 0.0 < momentum < 1.0 or dampening:
         shown = f"momentum={momentum:g} and dampening={dampening:g}"
         raise not_a_momentum(f"a parameter group of {type(optimizer).__name__}", shown)

@@ -36,11 +36,13 @@ from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping import clip_alone
 from horovod_topk.torch_training.hooks import Hooks
 from horovod_topk.torch_training.momentum import Loan, advise, fit_momentum, hand_over
+from horovod_topk.torch_training.momentum_saved import save_zeros
 from horovod_topk.torch_training.preprocessing import ExchangesOwn, Preprocessing
-from horovod_topk.torch_training.rates import followed, has_rates
+from horovod_topk.torch_training.rates import followed, why_not_followed
 from horovod_topk.torch_training.scaling import Scaler
 from horovod_topk.torch_training.sgd import SgdSteps
 from horovod_topk.torch_training.stepping import check_evaluates_once
+from horovod_topk.torch_training.wrappers import check_has_hooks
 
 log = logging.getLogger("horovod_topk")
 
@@ -66,6 +68,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
     hooks: ClassVar[type[Hooks]]  # the adapter's hooks on the optimizer
 
     def __init__(self, optimizer: Any, names: Mapping[Tensor, str], ranks: Any, label: str) -> None:
+        check_has_hooks(optimizer)
         super().__init__(ranks, "average", label)
         self._optimizer = weakref.ref(optimizer)
         self._names = names
@@ -83,7 +86,10 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         check_evaluates_once(optimizer)
         config = guarded(fit_momentum(optimizer, config, deferred), deferred)
         if "follow_lr" in deferred:
-            config = replace(config, follow_lr=has_rates(optimizer))
+            why = why_not_followed(optimizer)
+            config = replace(config, follow_lr=not why)
+            if why:
+                log.info("TopKEF does not follow learning rates: %s", why)
         if isinstance(optimizer, ExchangesOwn):
             config = optimizer.exchange_settings(config)
         if config.taken_over:
@@ -142,8 +148,25 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             steps = SgdSteps(self._names, lambda: compressor)
         shared = compressor, self._buckets, self._loan, steps
         self._hooks = type(self).hooks(*shared, has_scaler=self._has_scaler)
-        self._hooks.watch(optimizer, accumulations)
+        try:
+            self._hooks.watch(optimizer, accumulations)
+        except BaseException:
+            self._hooks.remove()
+            raise
+        if self._loan is not None:
+            save_zeros(optimizer, self._loan)
         _LIVE.add(self)
+
+    def detach(self) -> None:
+        """Remove all hooks from optimizer and gradients, as the adapter could not begin."""
+        if not self.active:
+            for handle in self._handles_alone:
+                handle.remove()
+            return
+        self._hooks.remove()
+        _LIVE.discard(self)
+        if self._loan is not None:
+            vars(self._optimizer()).pop("state_dict", None)
 
     def _leave(
         self,
@@ -155,9 +178,9 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
 
         gradients: passed to `clip_alone`.
         """
-        hand_over(optimizer, config.momentum, nesterov=config.nesterov)
+        self._handles_alone = [hand_over(optimizer, config.momentum, nesterov=config.nesterov)]
         if config.clip_norm is not None:
-            clip_alone(optimizer, config.clip_norm, gradients)
+            self._handles_alone.append(clip_alone(optimizer, config.clip_norm, gradients))
 
     # Methods for users.
 

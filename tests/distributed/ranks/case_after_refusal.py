@@ -8,6 +8,7 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
+from torch import nn
 
 import training
 from horovod_topk.errors import (
@@ -141,3 +142,110 @@ def test_other_operations(op: str) -> None:
     assert TopKEF.of(optimizer).reduction == "sum"
     training.ordinary(task, optimizer, 0)
     assert_ranks_equal(task.parameters())
+
+
+# Two optimizers of one parameter, and optimizers that Horovod cannot make anew.
+
+
+@pytest.mark.parametrize("first", [TopKEF(**SPARSE), hvd.Compression.none], ids=["ours", "dense"])
+def test_two_optimizers_do_not_share_a_parameter(first: Any) -> None:
+    """While both exist: the first may be a reference cycle that nobody refers to."""
+    task = Setup().task()
+    optimizer = Setup().distributed(task, first)
+    for second in (TopKEF(**SPARSE), hvd.Compression.none):
+        if first is second is hvd.Compression.none:
+            continue
+        with pytest.raises(ConfigError, match=r"'net.0.bias'.*another hvd.Dist.*Delete the other"):
+            Setup().distributed(task, second)
+    training.ordinary(task, optimizer, 0)
+    del optimizer
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    for step in range(2):
+        training.ordinary(task, optimizer, step)
+    assert_ranks_equal(task.parameters())
+    assert TopKEF.of(optimizer).stats().steps == 2
+
+
+def test_muon_beside_adamw() -> None:
+    """Each exchanges its own parameters; names may be those of the whole model."""
+    task = Setup().task()
+    matrices = [p for p in task.parameters() if p.ndim == 2]
+    others = [p for p in task.parameters() if p.ndim != 2]
+    own = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+    both = [
+        hvd.DistributedOptimizer(
+            each, named_parameters=task.named_parameters(), compression=TopKEF(**SPARSE)
+        )
+        for each in own
+    ]
+    for step in range(4):
+        for optimizer in both:
+            optimizer.zero_grad()
+        task.loss(hvd.rank(), step).backward()
+        for optimizer in both:
+            optimizer.step()
+    assert_ranks_equal(task.parameters())
+    for optimizer in both:
+        stats = TopKEF.of(optimizer).stats()
+        assert (stats.steps, stats.rolled_back) == (4, 0)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Made of an optimizer, not of parameters."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_a_wrapper_goes_around_horovods_optimizer() -> None:
+    """As the error says."""
+    task, plain = Setup().task(), Setup().task()
+    around = Lookahead(heavy_ball(task.parameters()))
+    with pytest.raises(ConfigError, match=r"Lookahead of its parameter groups.*pass that one to h"):
+        hvd.DistributedOptimizer(around, task.named_parameters(), compression=TopKEF(**SPARSE))
+    optimizer = HEAVY.distributed(task, TopKEF(**SPARSE))
+    other = HEAVY.distributed(plain, TopKEF(**SPARSE))
+    for step in range(3):
+        optimizer.zero_grad()
+        task.loss(hvd.rank(), step).backward()
+        Lookahead(optimizer).step()
+        training.ordinary(plain, other, step)
+    assert_same(training.snapshot(task), training.snapshot(plain))
+    assert TopKEF.of(optimizer).stats().steps == 3
+
+
+def test_a_failure_between_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's hooks on parameters go as well."""
+    task, other = HEAVY.task(), HEAVY.task()
+    with monkeypatch.context() as patched:
+        patched.setattr("horovod_topk.torch.hooks.Hooks.watch", fails)
+        with pytest.raises(ArithmeticError) as raised:
+            HEAVY.distributed(task, TopKEF(**SPARSE))
+    optimizer, by_itself = (HEAVY.distributed(t, TopKEF(**SPARSE)) for t in (task, other))
+    for step in range(2):
+        training.ordinary(task, optimizer, step)
+        training.ordinary(other, by_itself, step)
+    assert_same(training.snapshot(task), training.snapshot(other))
+    assert raised.value is not None
+
+
+def fails(*args: Any) -> None:
+    raise ArithmeticError
+
+
+def test_complex_parameters() -> None:
+    p = nn.Parameter(torch.ones(40, dtype=torch.complex64))
+    with pytest.raises(
+        UnsupportedDtypeError, match=r"complex64.*shape \[..., 2\], which torch.view"
+    ):
+        hvd.DistributedOptimizer(training.sgd([p]), [("w", p)], compression=TopKEF())
+    real = nn.Parameter(torch.view_as_real(p.detach()))
+    optimizer = hvd.DistributedOptimizer(
+        training.sgd([real]), [("w", real)], compression=TopKEF(**SPARSE)
+    )
+    (torch.view_as_complex(real) * (1 + hvd.rank() * 1j)).abs().sum().backward()
+    optimizer.step()
+    assert_ranks_equal([real])

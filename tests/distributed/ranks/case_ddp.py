@@ -21,10 +21,13 @@ from horovod_topk.ddp import exchange
 from horovod_topk.errors import (
     ConfigError,
     NotAttachedError,
+    PlanMismatchError,
     RepeatedSynchronizeError,
     StepBeforeSynchronizeError,
+    UnsupportedDtypeError,
     UnsupportedOperationError,
 )
+from horovod_topk.torch_training.state import live_states
 from plain import PlainTopKEF as TopKEF
 from reference import ErrorFeedback
 from training import Setup, Task, noise
@@ -168,6 +171,37 @@ def test_a_parameter_may_be_frozen_before_compression_is_attached() -> None:
     assert torch.equal(task.net[0].weight, before)
     assert adapter.TopKEF.of(model).stats().steps == 3
     assert_ranks_equal(task.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_what_is_frozen_between_wrapping_and_attaching(options: dict[str, Any]) -> None:
+    """DDP waits for its gradient for ever, unless it looks for unused parameters."""
+    task = Setup().task()
+    model = DistributedDataParallel(task, **options)
+    task.net[0].weight.requires_grad_(False)
+    optimizer = training.sgd(p for p in task.parameters() if p.requires_grad)
+    if not options:
+        with pytest.raises(ConfigError, match=r"net.0.weight.*after the model was wrapped.*find_u"):
+            TopKEF(**SPARSE).attach(model, optimizer)
+        model = DistributedDataParallel(task)
+    TopKEF(**SPARSE).attach(model, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(hvd.rank(), step).backward()
+        optimizer.step()
+    assert_ranks_equal(task.parameters())
+    assert adapter.TopKEF.of(model).stats().steps == 3
+
+
+def test_what_is_trained_only_after_wrapping_is_named() -> None:
+    """DDP would never exchange its gradient, and ranks would differ."""
+    task = Setup().task()
+    task.net[0].weight.requires_grad_(False)
+    model = DistributedDataParallel(task, find_unused_parameters=True)
+    task.net[0].weight.requires_grad_(True)
+    task.net[1].weight.requires_grad_(False)  # as many as before, of other sizes
+    with pytest.raises(ConfigError, match=r"net.0.weight.*when the model was wrapped.*model.modul"):
+        TopKEF(**SPARSE).attach(model, training.sgd(task.parameters()))
 
 
 def test_a_parameter_that_ddp_waits_for_is_named() -> None:
@@ -316,6 +350,24 @@ def test_a_step_on_gradients_of_this_rank_alone() -> None:
         pytest.raises(StepBeforeSynchronizeError, match=r"not exchanged.*outside of no_sync\(\)"),
     ):
         optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["no_sync", "module"])
+def test_no_backward_at_all_exchanges(way: str) -> None:
+    """The hook is registered: attaching once more would not help."""
+    task = Setup().task()
+    model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
+    TopKEF(**SPARSE).attach(model, optimizer)
+    before = bits(task.parameters())
+    with model.no_sync() if way == "no_sync" else nullcontext():
+        (model if way == "no_sync" else model.module)(hvd.rank(), 0).backward()
+    with pytest.raises(StepBeforeSynchronizeError, match=r"has exchanged any.*outside of no_sync"):
+        optimizer.step()
+    assert torch.equal(bits(task.parameters()), before)
+    optimizer.zero_grad()
+    model(hvd.rank(), 1).backward()
+    optimizer.step()
+    assert_ranks_equal(task.parameters())
 
 
 def test_a_step_with_a_closure_is_one_without() -> None:
@@ -567,6 +619,144 @@ def test_a_copied_model_is_attached_anew(duplicate: Callable[[Any], Any]) -> Non
     assert torch.equal(bits(again.module.parameters()), bits(task.parameters()))
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copied_model_does_not_train_until_it_is_attached(
+    duplicate: Callable[[Any], Any],
+) -> None:
+    """PyTorch leaves its hook out, so that it would be dense."""
+    task = Setup().task()
+    model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
+    TopKEF(**SPARSE).attach(model, optimizer)
+    again = duplicate(duplicate(model))
+    with pytest.raises(NotAttachedError, match=r"is a copy of one .*attach\(model, optimizer"):
+        again(hvd.rank(), 0)
+    with torch.no_grad():
+        expected = model(hvd.rank(), 0)
+        assert torch.equal(again(hvd.rank(), 0), expected)
+    assert torch.equal(again.eval()(hvd.rank(), 0), expected)
+    again.train()
+    dense = DistributedDataParallel(again.module)
+    dense(hvd.rank(), 0).backward()
+    dense.zero_grad()
+    other = training.sgd(again.module.parameters())
+    TopKEF(**SPARSE).attach(again, other)
+    for each, own in ((model, optimizer), (again, other)):
+        each(hvd.rank(), 0).backward()
+        own.step()
+    assert torch.equal(bits(again.module.parameters()), bits(task.parameters()))
+    with pytest.raises(NotAttachedError, match="is a copy of one"):
+        duplicate(again)(hvd.rank(), 0)
+
+
+# Optimizers that cannot be attached, and what is left of the attempt.
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As in timm: it has the dictionaries of hooks, and does not call `Optimizer.__init__`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def fails(*args: Any, **kwargs: Any) -> None:
+    raise ArithmeticError
+
+
+def in_ddp(model: Any, optimizer: Any) -> None:
+    """PyTorch refuses the hook, after all of our own checks."""
+    model.register_comm_hook = fails
+    with pytest.raises(ArithmeticError):
+        TopKEF(**SPARSE, momentum="optimizer").attach(model, optimizer)
+    del model.register_comm_hook
+
+
+def between_hooks(model: Any, optimizer: Any) -> None:
+    """Some hooks are registered and others not."""
+    optimizer.register_step_post_hook = fails
+    with pytest.raises((ArithmeticError, ConfigError)):
+        TopKEF(**SPARSE).attach(model, optimizer)
+    del optimizer.register_step_post_hook
+
+
+def as_a_wrapper(model: Any, optimizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Pass the optimizer inside it, optimizer\.inner"):
+        TopKEF(**SPARSE).attach(model, Lookahead(optimizer))
+
+
+def as_the_order_is_wrong(model: Any, optimizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"an optimizer, SGD\. Pass the model first"):
+        TopKEF(**SPARSE).attach(optimizer, model)
+    with pytest.raises(ConfigError, match=r"no optimizer\. Pass the model first"):
+        TopKEF(**SPARSE).attach(model, model)
+
+
+def on_all_ranks(model: Any, optimizer: Any) -> None:
+    with pytest.raises(PlanMismatchError):
+        TopKEF(ratio=0.1 + 0.1 * hvd.rank()).attach(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "fail", [in_ddp, between_hooks, as_a_wrapper, as_the_order_is_wrong, on_all_ranks]
+)
+def test_what_fails_leaves_nothing_behind(fail: Callable[[Any, Any], None]) -> None:
+    """The model trains dense, and then with compression, as if it had not been tried."""
+
+    def train(tried: bool) -> list[Tensor]:
+        task = Setup().task()
+        model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
+        before = vars(model).keys() | vars(optimizer).keys(), len(live_states())
+        if tried:
+            fail(model, optimizer)
+            gc.collect()
+            assert before == (vars(model).keys() | vars(optimizer).keys(), len(live_states()))
+            assert not any(hooks for key, hooks in vars(optimizer).items() if "_hooks" in key)
+        for step in range(4):
+            if step == 2:
+                TopKEF(**SPARSE).attach(model, optimizer)
+            optimizer.zero_grad()
+            model(hvd.rank(), step).backward()
+            optimizer.step()
+        assert adapter.TopKEF.of(model).stats().steps == 2
+        return training.snapshot(task)
+
+    assert_same(train(tried=True), train(tried=False))
+
+
+class Turned(Task):
+    """Multiplies by a complex parameter, or by a real one that is read as such."""
+
+    def __init__(self, *, is_real: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(20, 6)
+        weight = torch.ones(6, dtype=torch.complex64)
+        self.weight = nn.Parameter(torch.view_as_real(weight) if is_real else weight)
+
+    def loss(self, rank: int, step: int) -> Tensor:
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        output = self.linear(noise(rank, step, (8, 20))) * weight
+        return (output - 1j).abs().square().mean()
+
+
+def test_a_complex_parameter_is_kept_as_a_real_one() -> None:
+    """As the error advises."""
+    model = DistributedDataParallel(Turned(is_real=False))
+    with pytest.raises(UnsupportedDtypeError, match=r"'weight': .*complex64.*shape \[..., 2\]"):
+        TopKEF(**SPARSE).attach(model, training.sgd(model.parameters()))
+    model = DistributedDataParallel(Turned(is_real=True))
+    optimizer = training.sgd(model.parameters())
+    TopKEF(**SPARSE).attach(model, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(hvd.rank(), step).backward()
+        optimizer.step()
+    assert_ranks_equal(model.parameters())
+
+
 # What does not go together.
 
 
@@ -620,8 +810,6 @@ def test_an_optimizer_of_other_parameters(chosen: slice) -> None:
 
 
 def test_ranks_with_other_settings_are_told() -> None:
-    from horovod_topk.errors import PlanMismatchError
-
     task = training.perceptron()
     with pytest.raises(PlanMismatchError, match="ranks disagree on settings"):
         ratio = 0.1 + 0.1 * hvd.rank()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, OneCycleLR
 
 import training
+from horovod_topk.core.momentum_takeover import kind_of
 from horovod_topk.errors import ConfigError, RepeatedSynchronizeError
 from plain import PlainTopKEF as TopKEF
 from reference import ErrorFeedback
@@ -254,7 +255,7 @@ def test_auto_leaves_a_momentum_that_it_cannot_correct(
     task = setup.task()
     with caplog.at_level("INFO", "horovod_topk"):
         optimizer = setup.distributed(task, TopKEF(momentum="auto", follow_lr="auto"))
-    assert f"TopKEF leaves momentum to {type(optimizer).__name__}: {why}" in caplog.text
+    assert f"TopKEF leaves momentum to {kind_of(optimizer)}: {why}" in caplog.text
     before = dict(optimizer.param_groups[0])
     training.ordinary(task, optimizer, 0)
     stats = TopKEF.of(optimizer).stats()

@@ -1,0 +1,206 @@
+"""Settings of optimizers that are no numbers, and optimizers that call no hooks; no ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from horovod_topk.config import AUTO
+from horovod_topk.core.momentum_takeover import kind_of
+from horovod_topk.errors import ConfigError
+from horovod_topk.methods.topk import TopK
+from horovod_topk.torch_training import momentum, rates
+from horovod_topk.torch_training.adam import AdamSteps
+from horovod_topk.torch_training.group_settings import betas_of, momentum_of, number_of
+from horovod_topk.torch_training.wrappers import check_has_hooks
+
+NUMBERS: list[Any] = [
+    *(0.5, np.float64(0.5), np.float32(0.5), np.array(0.5), np.array([0.5])),
+    *(torch.tensor(0.5), torch.tensor([[0.5]]), torch.tensor(0.5, dtype=torch.bfloat16)),
+]
+NO_NUMBERS: list[Any] = [
+    *(None, "0.5", [0.5], (0.5,), {}, lambda: 0.5, 0.5j, np.array([0.5, 0.5]), np.array([])),
+    *(
+        torch.tensor([0.5, 0.5]),
+        torch.tensor([]),
+        torch.tensor(0.5j),
+        torch.empty(1, device="meta"),
+    ),
+]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=repr)
+def test_numbers(value: Any) -> None:
+    assert number_of(value) == 0.5
+    assert momentum_of({"momentum": value}) == momentum_of({"betas": (value, 0.9)}) == 0.5
+    assert momentum_of({"betas": value}) == 0.5
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_what_is_no_number(value: Any) -> None:
+    assert number_of(value) is None
+    assert momentum_of({"momentum": value}) == (0.0 if value is None else None)
+    assert betas_of({"betas": (0.9, value)}) == [0.9, None]
+
+
+class Own(torch.optim.Optimizer):
+    """Has the settings that it is given."""
+
+    def __init__(self, params: Any = None, **settings: Any) -> None:
+        super().__init__(params or [nn.Parameter(torch.zeros(2))], settings)
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, *NO_NUMBERS], ids=repr)
+@pytest.mark.parametrize("setting", ["lr", "momentum", "betas", "weight_decay"])
+def test_an_unknown_optimizer_may_have_any_settings(setting: str, value: Any) -> None:
+    """They are fitted, read in each step, and read where nothing is exchanged."""
+    optimizer = Own(**{setting: value})
+    deferred = {"momentum": AUTO, "follow_lr": AUTO}
+    config = momentum.fit_momentum(optimizer, TopK(), deferred)
+    assert (config.momentum, config.by_arrivals) == (0.0, None)
+    momentum.advise(optimizer, config, AUTO)
+    momentum.give_back(optimizer)
+    momentum.hand_over(optimizer, 0.0, nesterov=False)
+    follows = setting == "lr" and any(value is each for each in NUMBERS)
+    assert (rates.why_not_followed(optimizer) == "") == follows
+    names = {optimizer.param_groups[0]["params"][0]: "w"}
+    assert rates.now(optimizer, names) == ({"w": 0.5} if follows else {})
+
+
+@pytest.mark.parametrize("betas", [(), 0.9, (0.9,), (0.98, 0.92, 0.99), (None, 0.9), None])
+def test_a_subclass_may_have_any_betas(betas: Any) -> None:
+    """As Adan's three."""
+
+    class Adan(torch.optim.Adam):
+        def step(self, closure: Any = None) -> None: ...
+
+    optimizer = Adan([nn.Parameter(torch.zeros(2))])
+    optimizer.param_groups[0]["betas"] = betas
+    config = momentum.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
+    assert config.by_arrivals is None
+    (warning,) = momentum.advise(optimizer, config, AUTO)
+    assert f"does not adapt the steps of {__name__}.Adan" in warning
+
+
+def test_a_setting_that_may_be_a_momentum_is_not_applied_twice() -> None:
+    for value in (0.5, [0.5], lambda: 0.5):
+        with pytest.raises(ConfigError, match=r"momentum=0.9 was given.* would be applied twice"):
+            momentum.check_not_twice(Own(momentum=value), 0.9)
+    momentum.check_not_twice(Own(momentum=None), 0.9)
+
+
+def test_a_rate_that_is_no_number_is_left_out_or_refused() -> None:
+    optimizer = Own([{"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5}])
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer.add_param_group({"params": parameters[:1], "lr": [0.5]})
+    names = {p: f"p{i}" for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    with pytest.raises(ConfigError, match=r"group 1 of .*Own has lr=\[0.5\].*Leave follow_lr= out"):
+        rates.followed(optimizer, TopK(follow_lr=True), names)
+    optimizer.param_groups[1]["lr"] = 0.25
+    found = rates.followed(optimizer, TopK(follow_lr=True), names)
+    assert found is not None
+    assert found.turn(0) == {}
+    assert found.shared() == (0.5, 0.25)
+    optimizer.param_groups[1]["lr"], optimizer.param_groups[0]["lr"] = None, 1.0
+    assert found.turn(1) == {"p0": 0.5}
+    assert (found.units, found.shared()) == ({"p0": 1.0, "p1": 0.25}, (1.0,))
+    optimizer.param_groups[1]["lr"] = 0.5
+    assert found.turn(2) == {"p1": 0.5}
+
+
+@pytest.mark.parametrize(("setting", "value"), [("lr", [0.1]), ("betas", (0.9,)), ("betas", None)])
+def test_a_setting_of_adam_that_becomes_no_number(setting: str, value: Any) -> None:
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([p])
+    optimizer.param_groups[0][setting] = value
+    with pytest.raises(ConfigError, match=rf"AdamW has {setting}=.*Set {setting} to a number"):
+        AdamSteps({p: "p"}, lambda: {"p": None}).prepare(optimizer)  # type: ignore[dict-item]
+
+
+# Wrappers.
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As in timm: it does not call `Optimizer.__init__`."""
+
+    def __init__(self, base_optimizer: Any) -> None:
+        self.base_optimizer, self.defaults = base_optimizer, base_optimizer.defaults
+        self.param_groups, self.state = base_optimizer.param_groups, base_optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base_optimizer.step(closure)
+
+
+class ScheduleFree:
+    """As Schedule-Free's wrapper: no optimizer by its class."""
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+class WithoutInit(torch.optim.Optimizer):
+    def __init__(self) -> None: ...
+    def step(self, closure: Any = None) -> None: ...
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+
+
+def post_local_sgd() -> Any:
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    return PostLocalSGDOptimizer(sgd(), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Lookahead(sgd()), r"Lookahead wraps an opt.*inside it, optimizer.base_optimizer,"),
+        (lambda: ScheduleFree(Lookahead(sgd())), r"inside it, optimizer.base.base_optimizer, and"),
+        (post_local_sgd, r"PostLocalSGDOptimizer wraps .*inside it, optimizer.optim,"),
+        (WithoutInit, r"has not called Optimizer.__init__.*super\(\).__init__\(params, defaults\)"),
+        (lambda: None, r"the optimizer is None, which is no opt.*Pass a torch.optim.Optimizer of"),
+        (lambda: [nn.Parameter(torch.zeros(2))], r"which is no optimizer\. Pass a torch.optim"),
+        (lambda: torch.optim.SGD, r"the optimizer is <class .*which is no optimizer"),
+        (lambda: nn.Linear(2, 2), r"which is no optimizer\. Pass the model first, and then the op"),
+        (lambda: [sgd()], r"which is no optimizer\. Pass a torch.optim.Optimizer of all"),
+    ],
+)
+def test_optimizers_without_hooks(make: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_has_hooks(make())
+
+
+def test_optimizers_with_hooks(caplog: pytest.LogCaptureFixture) -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+    caplog.set_level(logging.DEBUG)
+    for optimizer in (sgd(), Around(sgd()), Own()):
+        check_has_hooks(optimizer)
+        assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+    assert not caplog.records
+
+
+def test_an_optimizer_of_another_package_is_named_with_it() -> None:
+    class AdamW(torch.optim.Optimizer): ...
+
+    AdamW.__module__ = "bitsandbytes.optim.adamw"
+    assert kind_of(AdamW([nn.Parameter(torch.zeros(2))], {})) == "bitsandbytes.optim.adamw.AdamW"
+    assert kind_of(torch.optim.AdamW([nn.Parameter(torch.zeros(2))])) == "AdamW"
