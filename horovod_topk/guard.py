@@ -23,14 +23,16 @@ class Guard:
 
     Args:
         nonfinite: fires after this many steps in a row that had a NaN or an infinity on some rank,
-            and were rolled back. A loss scaler that starts too high causes a few such steps.
+            and were rolled back. A loss scaler that starts too high causes a few such steps. Each
+            counts 1, any other step takes a quarter off, and the rule also fires at a count of
+            twice this many: where more than a fifth of all steps are rolled back.
         trend: fires when a rank's reported value, such as its loss, rises. A running mean over 8
             reports is compared with its smallest recent value. The limit of the difference is
             `trend` times the usual distance between a report and the one before, which is taken
-            as at least 4% of the value. It fires after 4 reports in a row above the limit. A
-            single report above twice the limit counts as one of the 4. Lower values have to be
-            better. The first 10 reports only set the usual values; without `horovod_topk.report`
-            the rule never fires.
+            as at least 4% of the value. It fires after 16 reports in a row above the limit. A
+            single report above twice the limit counts as one of the 16, and as 4 of them above
+            four times the limit. Lower values have to be better. The first 10 reports only set
+            the usual values, and 0 is ignored; without `horovod_topk.report` the rule never fires.
         residual: fires when (residual norm / gradient norm) of a rank, both at the same learning
             rate, is this many times its usual value in 3 samples in a row. One step in 128 is
             sampled (TensorFlow: 16). None: off, the default, as a healthy run whose gradients

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import resource
 import time
@@ -27,6 +28,8 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat, TextIO
+
+from horovod_topk.errors import ConfigError
 
 REPORT = "HOROVOD_TOPK_REPORT"
 SEED = "HOROVOD_TOPK_SEED"
@@ -81,6 +84,7 @@ def report(
         metrics: numbers by name, for example `loss=` or `accuracy=`.
 
     Raises:
+        ConfigError: a value that is used is not one number.
         ValueError: in a comparison, no metric was given, or metrics without a step.
     """
     watched = metrics.get("loss") if value is None else value
@@ -94,8 +98,63 @@ def report(
         raise ValueError("report() has no step. Pass the steps that are done, such as step=100")
     if not metrics:
         raise ValueError(f"report(step={step}) has no metric. Pass one, such as loss=0.3")
-    found = {name: float(value) for name, value in metrics.items()}
+    found = {name: number_of(value, name) for name, value in metrics.items()}
+    if not number_of(step, "step").is_integer():
+        raise ValueError(f"report(step={step}) counts no whole steps. Pass the steps that are done")
     _write(file, "report", step=int(step), metrics=found, **_costs())
+
+
+def number_of(value: SupportsFloat, name: str = "") -> float:
+    """Convert a reported value to a float.
+
+    Args:
+        value: a number, or an array of one element.
+        name: the argument of `report` that it was passed as.
+
+    Raises:
+        ConfigError: it is not one number, or beyond the range of floats.
+    """
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("it is text")
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        # Python refuses to print an integer of more than 4,300 digits.
+        shown = f"an integer of {value.bit_length()} bits" if type(value) is int else repr(value)
+        what = f"{name}={shown:.60}" if name else f"{shown:.60}"
+        raise ConfigError(
+            f"report() was given {what}, which is not one number: {error}",
+            cure="Pass a number, or a tensor of one element, such as the loss of this step",
+        ) from error
+
+
+class BatchLoss:
+    """Computes the loss of each batch from the mean of an epoch so far, which Keras logs.
+
+    Such a mean starts anew in each epoch, from a single batch, so that it rises and falls by what
+    single batches differ: a guard could not tell that from harm.
+    """
+
+    def __init__(self) -> None:
+        self._batches, self._mean = 0, 0.0
+
+    def __call__(self, batch: int, mean: float) -> float | None:
+        """Return the mean loss of the batches since the last call.
+
+        Args:
+            batch: number of the last batch in its epoch, from 0 on.
+            mean: mean loss of the epoch's batches so far.
+
+        Returns:
+            None: it is not known, since an earlier batch of the epoch had a NaN or an infinity.
+        """
+        before, known, count = self._batches, self._mean, batch + 1
+        if count <= before:  # a new epoch
+            before, known = 0, 0.0
+        self._batches, self._mean = count, mean
+        if not math.isfinite(known):
+            return None
+        return (mean * count - known * before) / (count - before)
 
 
 def seed(default: int = 0) -> int:

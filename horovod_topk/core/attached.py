@@ -17,7 +17,7 @@ from horovod_topk.core.plan import Plan
 from horovod_topk.core.schedule import Clock
 from horovod_topk.core.state import State
 from horovod_topk.core.stats import Stats, StepCounters
-from horovod_topk.errors import ConfigError
+from horovod_topk.reporting import number_of
 
 log = logging.getLogger("horovod_topk")
 
@@ -137,7 +137,7 @@ class Attached(Generic[Kept]):
             ConfigError: `value` is not one number.
         """
         if self.active:
-            self._state.guard.report(_number_of(value))
+            self._state.guard.report(number_of(value))
 
     @property
     def clock(self) -> Clock:
@@ -234,14 +234,3 @@ class Attached(Generic[Kept]):
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason
         log.warning("TopKEF does not compress %s: %s", name, reason)
-
-
-def _number_of(value: SupportsFloat) -> float:
-    """Convert a value that the user reports to a float."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"report() was given {value!r:.60}, which is not one number: {error}",
-            cure="Pass a number, or a tensor of one element, such as the loss of this step",
-        ) from error

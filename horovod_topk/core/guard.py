@@ -14,13 +14,15 @@ stage:
                    velocity begins with the optimizer's momentum
     compressing    again
 
-Each rank has the non-finite flags of all ranks, and counts steps with a NaN or an infinity. The
-other rules judge a rank's own numbers: its reports, its residual, its seconds. The rank sends its
-verdict with the next step, as one number in a payload's header (the measure "verdict"). So a
-decision takes no collective of its own, and depends only on numbers that all ranks have.
+Each rank has the non-finite flags of all ranks, and counts steps with a NaN or an infinity: those
+in a row, and all of them less a quarter of the other steps. The other rules judge a rank's own
+numbers: its reports, its residual, its seconds. The rank sends its verdict with the next step, as
+one number in a payload's header (the measure "verdict"). So a decision takes no collective of its
+own, and depends only on numbers that all ranks have.
 
-A rule counts strikes: how often in a row its number was out of range. It warns at half of the
-strikes at which it fires, so that a single outlier does nothing.
+A rule counts strikes: how often in a row its number was out of range; a report that is far out
+counts as several. It warns at half of the strikes at which it fires, so that a single outlier does
+nothing.
 """
 
 from __future__ import annotations
@@ -39,31 +41,37 @@ log = logging.getLogger("horovod_topk")
 FIRES = 8.0
 COMPRESSING, FLUSHING, HANDING_OVER, DENSE, RETURNING = range(5)
 
-STRIKES = {"trend": 4, "residual": 3, "slower": 2}  # strikes in a row at which a rule fires
+STRIKES = {"trend": 16, "residual": 3, "slower": 2}  # strikes in a row at which a rule fires
 SMOOTH = 8  # a usual value is a running mean over about so many reports or samples
 REPORTS, SAMPLES = 10, 8  # the first ones only set the usual value, and count no strike
 LEARNT = 20  # the noise is a running mean over about so many reports
-QUIET = 0.04  # least noise, as a share of the smoothed value
+QUIET = 0.04  # least noise, as a share of the smoothed value,
+SETTLED = 0.004  # and of the largest smoothed value so far
+SMALLEST = 1e-4  # least noise in any case: the margin does not vanish with the value
+FALL = 4  # a report counts as noise of at most so many margins where it is below the others
 FORGET = 500  # reports after which the smallest smoothed value has mostly been forgotten
 TRIAL = 3  # dense steps in a trial; the first is not timed
-FAR = 2  # a single report above the margin times this is a strike
-HUGE = 1e30  # a report of this magnitude, or a NaN, is a strike in any case
+FAR = 2  # a single report above the margin times this is a strike,
+VERY_FAR, WEIGHT = 4, 4  # and one above the margin times `VERY_FAR` is `WEIGHT` strikes,
+HUGE = 1e30  # as is a report of this magnitude or a NaN in any case
 KEPT = 16  # newest warnings that are kept
+PARDON = 0.25  # what a committed step takes off the count of skipped steps
+SHARE = 2  # the rule `nonfinite` also fires at so many times its limit of skipped steps
 
 
 class Memory(NamedTuple):
     """A guard's counters and running means, as saved in state dicts and sent to joining ranks."""
 
-    stage: float = COMPRESSING  # equal on all ranks, as are the next six fields
+    stage: float = COMPRESSING  # equal on all ranks, as are the next six fields and `skipped`
     since: float = 0  # committed steps in this stage
     flagged: float = 0  # steps in a row with a NaN or an infinity
     nonfinite: float = 0  # how often this rule has fired, as in the next three fields
     trend: float = 0
     residual: float = 0
     slower: float = 0
-    reports: float = 0  # number of reports; this field and all that follow are this rank's own
+    reports: float = 0  # number of reports that were learnt from; from here on, this rank's own
     level: float = 0.0  # running mean of the reports
-    noise: float = 0.0  # running mean of the distance between a report and the one before
+    noise: float = 0.0  # running mean of a report's distance from the one before or the level
     last: float = 0.0  # the last report
     least: float = 0.0  # the smallest recent level
     strayed: float = 0  # strikes of `trend`
@@ -73,9 +81,12 @@ class Memory(NamedTuple):
     compressed: float = 0.0  # seconds of encoding, decoding and waiting in a compressed step
     dense: float = 0.0  # the same seconds in a dense step
     slow: float = 0  # strikes of `slower`
+    skipped: float = 0.0  # steps with a NaN or an infinity, less `PARDON` for each other step
+    height: float = 0.0  # the largest magnitude of `level`
 
 
-COMMON = Memory._fields[: Memory._fields.index("reports")]
+COMMON = (*Memory._fields[: Memory._fields.index("reports")], "skipped")  # equal on all ranks
+LENGTHS = len(Memory._fields) - 2, len(Memory._fields)  # of saved memories: of older versions, too
 _SHOWN = {
     "trend": "the reported value has left its trend",
     "residual": "the norm of the residual is far above its usual share of the gradient's",
@@ -158,25 +169,32 @@ class Watch:
         if self._guard is None or self._guard.trend is None or self.is_over:
             return
         m = self.memory
-        if not abs(value) < HUGE:
-            self.memory = m._replace(strayed=m.strayed + 1)
+        if value == 0.0:  # a term of weight 0, or a batch that is masked whole, tells nothing
             return
-        is_learnt, noise = m.reports >= REPORTS, m.noise
-        usual = max(noise, QUIET * abs(m.level))
+        if not abs(value) < HUGE:
+            self.memory = m._replace(strayed=m.strayed + WEIGHT)
+            return
+        is_learnt = m.reports >= REPORTS
+        usual = max(m.noise, QUIET * abs(m.level), SETTLED * m.height, SMALLEST)
         margin, away = self._guard.trend * usual, value - m.level
         # A single outlier moves the level by a fourth of the margin, and the noise by a tenth.
         step = min(away, 2 * margin) if is_learnt else away
         level = m.level + max(1 / SMOOTH, 1 / (m.reports + 1)) * step
         if is_learnt and (level > m.least + margin or value > m.least + FAR * margin):
-            self.memory = m._replace(level=level, last=value, strayed=m.strayed + 1)
+            weight = WEIGHT if value > m.least + VERY_FAR * margin else 1
+            self.memory = m._replace(level=level, last=value, strayed=m.strayed + weight)
             return
+        noise = m.noise
         if m.reports:
             distance = abs(value - m.last)  # of neighbours: a falling loss adds little to it
-            distance = min(distance, 2 * usual) if is_learnt else distance
+            if is_learnt:
+                # What falls may rise again by as much, as with tasks in turn.
+                distance = max(min(distance, 2 * usual), min(-away, FALL * margin))
             noise += max(1 / LEARNT, 1 / m.reports) * (distance - noise)
         least = min(level, m.least + (level - m.least) / FORGET) if m.reports else level
         learnt = {"reports": m.reports + 1, "level": level, "noise": noise, "least": least}
-        self.memory = m._replace(**learnt, last=value, strayed=0)
+        height = max(m.height, abs(level))
+        self.memory = m._replace(**learnt, last=value, strayed=0, height=height)
 
     def sample(self, ratio: float) -> None:
         """Apply the rule `residual` to one step's residual norm divided by its gradient norm."""
@@ -237,8 +255,10 @@ class Watch:
             return ""
         if committed and self.is_taking_back:
             self.memory = self.memory._replace(stage=float(COMPRESSING))
-        count = 0.0 if committed else self.memory.flagged + 1
-        self.memory = self.memory._replace(flagged=count)
+        m = self.memory
+        count = 0.0 if committed else m.flagged + 1
+        skipped = max(0.0, m.skipped - PARDON) if committed else m.skipped + 1
+        self.memory = m._replace(flagged=count, skipped=skipped)
         rule, why, fires = self._judge(verdicts if committed else ())
         if not fires:
             if rule and rule != self._warned:
@@ -247,7 +267,7 @@ class Watch:
             return ""
         fallen = {"stage": float(FLUSHING), rule: getattr(self.memory, rule) + 1}
         self.memory = Memory(**{each: getattr(self.memory, each) for each in COMMON})
-        self.memory = self.memory._replace(since=0, flagged=0, **fallen)
+        self.memory = self.memory._replace(since=0, flagged=0, skipped=0.0, **fallen)
         self._say(f"step {step}: {why}. All ranks go back to dense gradients. {self._then}", logs)
         return REASONS[0] if rule == "nonfinite" else rule
 
@@ -287,15 +307,21 @@ class Watch:
         """Find a rule that warns or fires: its name, a text, and whether it fires; empty: none."""
         assert self._guard is not None
         count, limit = int(self.memory.flagged), self._guard.nonfinite
-        if limit is not None and count and 2 * count >= limit:
-            found = f"{count} step{'s' * (count > 1)} in a row had a NaN or an infinity"
-            return "nonfinite", found, count >= limit
+        often = limit is not None and self.memory.skipped >= limit
+        share = "more than a fifth of the last steps had a NaN or an infinity"
+        if limit is not None and count:  # a step that was committed is no reason to fall back
+            fires = count >= limit or self.memory.skipped >= SHARE * limit
+            if 2 * count >= limit:
+                found = f"{count} step{'s' * (count > 1)} in a row had a NaN or an infinity"
+                return "nonfinite", found, fires
+            if often:
+                return "nonfinite", share, fires
         rules = [each for each in verdicts if each]
         slow = [each for each in rules if each % FIRES == OF_ONE_RANK.index(BY_CLOCK) + 1]
         if 2 * len(slow) <= len(verdicts):  # a slow rank makes the others wait at every level
             rules = [each for each in rules if each not in slow]
         if not rules:
-            return "", "", False
+            return ("nonfinite", share, False) if often else ("", "", False)
         worst = max(rules)
         rule = OF_ONE_RANK[int(worst % FIRES) - 1]
         ranks = [rank for rank, each in enumerate(verdicts) if each == worst]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from horovod_topk.core.guard import Memory
+from horovod_topk.core.guard import LENGTHS
 from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
 from horovod_topk.errors import StateDictError
 from horovod_topk.ops import Ops
@@ -292,10 +292,10 @@ def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
         StateDictError: it is not a list of as many finite numbers.
     """
     memory = state.get(GUARD, [])
-    if not (_are_numbers(memory) and len(memory) in (0, len(Memory._fields))):
+    if not (_are_numbers(memory) and len(memory) in (0, *LENGTHS)):
         raise StateDictError(
             f"the state dict says that a guard remembers {memory!r}, which is not a list of "
-            f"{len(Memory._fields)} finite numbers",
+            f"{LENGTHS[-1]} finite numbers",
             cure="Pass what state_dict() of a TopKEF compressor returned",
         )
     return memory

@@ -1,10 +1,11 @@
-"""Keras callback that adds metrics to the logs of Keras 3 and tf-keras."""
+"""Callbacks of Keras 3 and tf-keras: metrics in the logs, and losses for the guard."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from horovod_topk import reporting
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.metrics import as_dictionary
 
@@ -43,3 +44,29 @@ def callback(compression: Any, library: Any) -> Any:
             self._last = as_dictionary(counters)
 
     return Metrics()
+
+
+def report_losses(library: Any) -> Any:
+    """Return a callback that reports each batch's loss to the guard (`horovod_topk.report`).
+
+    Keras logs the mean loss of an epoch so far; the callback computes the losses of single batches
+    from it (`horovod_topk.reporting.BatchLoss`).
+
+    Args:
+        library: `keras` or `tf_keras`.
+    """
+
+    class ReportLosses(library.callbacks.Callback):  # type: ignore[misc]
+        """Reports the losses of batches."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._of_batch = reporting.BatchLoss()
+
+        def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+            """Report the loss of this batch, or the mean of those since the last report."""
+            loss = self._of_batch(batch, float((logs or {})["loss"]))
+            if loss is not None:
+                reporting.report(loss)
+
+    return ReportLosses()

@@ -13,8 +13,9 @@ import pytest
 import horovod_topk
 from horovod_topk import reporting
 from horovod_topk.core.guard import DENSE, FLUSHING, HANDING_OVER, Memory, Watch
+from horovod_topk.core.state_dict import guard_of
 from horovod_topk.core.substitute import parse
-from horovod_topk.errors import ConfigError
+from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.guard import Guard
 from horovod_topk.methods.topk import TopK
 
@@ -82,6 +83,52 @@ def test_a_constant_loss_may_stay_or_fall() -> None:
     assert not any(verdicts(Watch(Guard()), [*[1.0] * 100, *[0.5] * 100]))
 
 
+def swing(period: int, phase: int = 0, noise: float = 0.0, *, square: bool = False) -> list[float]:
+    """1 plus and minus a half in turn, as with data in the order of classes."""
+    drawn, values = random.Random(0), []
+    for step in range(1000):
+        value = math.sin(2 * math.pi * (step + phase + 0.5) / period)
+        value = math.copysign(1.0, value) if square else value
+        values.append(1.0 + 0.5 * value + noise * drawn.gauss(0, 1))
+    return values
+
+
+@pytest.mark.parametrize("period", [4, 10, 20])
+@pytest.mark.parametrize("phase", [0, 5, 10, 15])
+def test_a_steady_swing_is_healthy(period: int, phase: int) -> None:
+    for noise in (0.0, 0.02, 0.1):
+        told = verdicts(Watch(Guard()), swing(period, phase, noise))
+        assert max(told) < 8.0
+    told = verdicts(Watch(Guard()), swing(period, square=True))
+    assert max(told) < 8.0
+    assert verdicts(Watch(Guard()), [*swing(period, phase), *[4.0] * 30])[-1] == 9.0
+
+
+@pytest.mark.parametrize("zeros", [1, 10, 50])
+def test_zeros_at_the_start_tell_nothing(zeros: int) -> None:
+    """A term of weight 0, or a batch that is masked whole, has a loss of 0."""
+    assert not any(verdicts(Watch(Guard()), [*[0.0] * zeros, *[1e-6] * 10]))
+    assert not any(verdicts(Watch(Guard()), [*[0.0] * zeros, *falling(300)]))
+    late = falling(300)
+    late[150:150] = [0.0] * zeros
+    assert not any(verdicts(Watch(Guard()), late))
+
+
+def test_a_loss_near_zero_may_vary() -> None:
+    drawn = random.Random(0)
+    losses = [1e-3 * math.exp(drawn.gauss(0, 1) - step / 100) for step in range(1000)]
+    assert not any(verdicts(Watch(Guard()), losses))
+    settled = [*falling(300), *[1e-6 * drawn.random() for _ in range(300)], *[1e-3] * 30]
+    assert not any(verdicts(Watch(Guard()), settled))
+    assert verdicts(Watch(Guard()), [*losses, *[1.0] * 4])[-1] == 9.0
+
+
+def test_a_loss_below_zero_is_watched_alike() -> None:
+    falls = [each - 10.0 for each in falling(300)]
+    assert not any(verdicts(Watch(Guard()), falls))
+    assert verdicts(Watch(Guard()), [*falls, *[0.5] * 16])[-1] == 9.0
+
+
 @pytest.mark.parametrize("guard", [None, Guard(trend=None)])
 def test_without_the_rule_nobody_looks_at_reports(guard: Guard | None) -> None:
     assert not any(verdicts(Watch(guard), [1.0, *[math.nan] * 20]))
@@ -128,13 +175,33 @@ def test_one_slow_rank_is_not_enough() -> None:
 
 def test_steps_with_a_nan_have_to_be_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
     watch, bad = Watch(Guard(nonfinite=4)), {"committed": False, "flagged": True}
-    for _ in range(3):
+    for _ in range(2):
         assert [end(watch, **bad) for _ in range(3)] == [""] * 3
-        assert end(watch) == ""
-    assert len(caplog.records) == 3  # one warning for each two in a row
+        assert [end(watch) for _ in range(12)] == [""] * 12
+    assert len(caplog.records) == 2  # one warning for each two in a row
     assert [end(watch, **bad) for _ in range(4)] == ["", "", "", "non-finite"]
     assert watch.fallbacks == {"non-finite": 1}
     assert end(Watch(Guard(nonfinite=None)), **bad) == ""
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_a_share_of_skipped_steps_falls_back(good: int, caplog: pytest.LogCaptureFixture) -> None:
+    """In 300 steps, one is skipped and `good` are committed in turn, as if gradients overflowed."""
+    watch = Watch(Guard())
+    told = [
+        end(watch, committed=bool(i % (good + 1)), flagged=not i % (good + 1)) for i in range(300)
+    ]
+    assert told.count("non-finite") == 1
+    assert sum("If that goes on" in each.message for each in caplog.records) <= 2
+
+
+def test_a_loss_scale_that_grows_is_healthy() -> None:
+    """A scaler halves its scale some 15 times at first, and then once in 2,000 steps."""
+    watch = Watch(Guard())
+    for step in range(20_000):
+        skips = step < 15 or step in (16, 18, 20) or not step % 2000
+        assert not end(watch, committed=not skips, flagged=skips)
+    assert watch.memory.skipped == 0.0
 
 
 def test_a_step_that_was_thrown_away_counts_for_nothing() -> None:
@@ -158,7 +225,7 @@ def test_the_stages_of_a_fall_back(hands_over: bool, caplog: pytest.LogCaptureFi
         assert end(watch, step, told=[9.0]) == ""
     handing = [(HANDING_OVER, True, True)] if hands_over else []
     assert seen == [(FLUSHING, True, False), *handing, *[(DENSE, not hands_over, False)] * 2]
-    assert watch.memory == Memory(flagged=1, trend=1)
+    assert watch.memory == Memory(flagged=1, skipped=1, trend=1)
     assert "step 5: on rank 0 the reported value has left its trend" in caplog.text
     assert "gradients are compressed again" in caplog.text
 
@@ -238,3 +305,62 @@ def test_reports_reach_every_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     horovod_topk.report(step=3, loss=0.25, accuracy=0.9)
     horovod_topk.report(step=4, accuracy=0.9)
     assert state.told == [0.5, 0.25]
+
+
+def keras_means(seed: int) -> list[tuple[int, float, float]]:
+    """Batch number, its own loss, and the mean of the epoch so far as Keras logs it."""
+    drawn, found = random.Random(seed), []
+    for epoch in range(8):
+        total = 0.0
+        for batch in range(100):
+            loss = 0.5 + 2.0 / (1 + (100 * epoch + batch) / 60) + 0.3 * drawn.gauss(0, 1)
+            total += loss
+            found.append((batch, loss, total / (batch + 1)))
+    return found
+
+
+def test_losses_of_batches_are_computed_from_the_mean_that_keras_logs() -> None:
+    for seed in range(30):
+        of_batch, told = reporting.BatchLoss(), list[float]()
+        for batch, loss, mean in keras_means(seed):
+            found = of_batch(batch, mean)
+            assert found == pytest.approx(loss, abs=1e-9)
+            told.append(found)
+        assert max(verdicts(Watch(Guard()), told)) < 8.0
+
+
+def test_losses_of_several_batches_at_a_time() -> None:
+    """With `steps_per_execution=10` Keras calls at every tenth batch; epochs may have one call."""
+    of_batch, all_batches = reporting.BatchLoss(), keras_means(0)
+    for at in range(9, 800, 10):
+        batch, _, mean = all_batches[at]
+        expected = sum(loss for _, loss, _ in all_batches[at - 9 : at + 1]) / 10
+        assert of_batch(batch, mean) == pytest.approx(expected)
+    assert [of_batch(0, mean) for mean in (3.0, 2.0)] == [3.0, 2.0]
+
+
+def test_a_nan_spoils_the_mean_until_the_next_epoch() -> None:
+    of_batch = reporting.BatchLoss()
+    found = [of_batch(batch, mean) for batch, mean in enumerate((1.0, math.nan, math.nan))]
+    assert found[0] == 1.0
+    assert math.isnan(found[1] or 0.0)
+    assert found[2] is None
+    assert of_batch(0, 2.0) == 2.0
+
+
+@pytest.mark.parametrize("value", [10**400, 1j, "0.5", b"1", [1.0], {}], ids=repr)
+def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"report\(\) was given loss=.*not one number"):
+        reporting.number_of(value, "loss")
+    with pytest.raises(ConfigError, match="an integer of 33216 bits"):
+        reporting.number_of(10**9999)
+
+
+def test_the_memory_of_an_older_version_is_loaded() -> None:
+    saved = [float(each) for each in Memory(reports=30, level=2.0, noise=0.1, least=1.9)][:19]
+    assert guard_of({"guard": saved}) == saved
+    watch = Watch(Guard())
+    watch.resume(saved, own=True)
+    assert watch.memory == Memory(reports=30, level=2.0, noise=0.1, least=1.9)
+    with pytest.raises(StateDictError, match="which is not a list of 21 finite numbers"):
+        guard_of({"guard": saved[:18]})

@@ -33,7 +33,7 @@ ROOMS = {
         "horovod_topk.errors",
     },
     "__init__.py": {"horovod_topk.errors", "horovod_topk.methods", "horovod_topk.reporting"},
-    "reporting.py": set[str](),
+    "reporting.py": {"horovod_topk.errors"},
     "methods": {
         "horovod_topk.ops",
         "horovod_topk.config",
@@ -104,7 +104,12 @@ ROOMS = {
         "horovod_topk.elastic",
     },
     "elastic": {"horovod_topk.checkpoint", "horovod_topk.core", "horovod_topk.errors"},
-    "metrics": {"horovod_topk.core.stats", "horovod_topk.__version__"},
+    "metrics": {
+        "horovod_topk.core.stats",
+        "horovod_topk.errors",
+        "horovod_topk.reporting",
+        "horovod_topk.__version__",
+    },
     "metrics/tensorboard.py": {
         "tensorboard",
         "horovod_topk.core.stats",
