@@ -17,7 +17,7 @@ from horovod_topk.methods.protocol import Method, Rounds
 
 log = logging.getLogger("horovod_topk")
 
-FRAMEWORKS = "torch.optim.", "keras.", "tf_keras."  # modules of their own optimizers
+FRAMEWORKS = "torch.optim.", "keras.", "tf_keras.", "horovod_topk."  # and their own optimizers
 
 
 @dataclass(frozen=True)

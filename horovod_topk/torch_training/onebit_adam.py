@@ -15,12 +15,18 @@ tensor an error d: they are the residuals of `SignSGD` over the sharded exchange
 use its dense level. m' and v' are corrected for their start at 0 as in Adam, v' by the step at
 which it was frozen; the paper omits this correction and eps.
 
+The exchange counts the steps: its number of committed ones says for all parameters, on all ranks,
+whether gradients or momenta are sent, and with that whether v is constant. A parameter that was
+absent from some steps has a v of fewer of them. One that had no gradient in the first steps has
+none: 1-bit momenta say nothing of its variance, so that its first later step is an error.
+
 Source: Tang et al. 2021 (1-bit Adam: Communication Efficient Large-Scale Training with Adam's
 Convergence Speed), algorithm 1.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,8 +39,13 @@ from torch.optim import Optimizer
 from horovod_topk.config import check_flag, check_whole
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
+from horovod_topk.torch_training.group_settings import betas_of, number_in, number_of
+from horovod_topk.torch_training.preprocessing import Phase
+
+log = logging.getLogger("horovod_topk")
 
 MOST = 2**31  # largest `freeze_after`
+SQUARES = "squares"  # key in a parameter's state: number of gradients in its variance
 
 
 class OneBitAdam(Optimizer):
@@ -56,7 +67,8 @@ class OneBitAdam(Optimizer):
 
     Freeze the variance when it has become steady, often after 15 to 25% of all steps, and after the
     warm-up of the learning rate. Elements whose variance is 0 by then (they never had a gradient)
-    are updated no more.
+    are updated no more. A parameter of which all elements are such is named by a warning when the
+    variance is frozen, and is an error in the first step in which it has a gradient.
 
     Args:
         params: parameters, or parameter groups.
@@ -96,8 +108,14 @@ class OneBitAdam(Optimizer):
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
         }
-        self._momenta: set[int] = set()  # ids of parameters whose `grad` is a momentum
+        self._begin()
         super().__init__(params, defaults)
+
+    def _begin(self) -> None:
+        self._taken = 0  # steps so far; if gradients are exchanged, the exchange counts them
+        self._momenta = set[int]()  # ids of parameters whose `grad` is a momentum
+        self._missing: list[Tensor] | None = None  # without a variance, once it is frozen
+        self._names: Mapping[Tensor, str] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`.
@@ -115,17 +133,25 @@ class OneBitAdam(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._momenta = set()
+        names = vars(self).get("_names", {})
+        self._begin()
+        self._names = names
+        for group in self.param_groups:
+            for own in (self.state[p] for p in group["params"] if p in self.state):
+                own.setdefault(SQUARES, min(_steps(own), group["freeze_after"]))
+                self._taken = max(self._taken, _steps(own))
 
     # Called by the exchange of gradients.
 
-    def exchange_settings(self, config: Method) -> Method:
+    def exchange_settings(self, config: Method, names: Mapping[Tensor, str]) -> Method:
         """Return the settings for exchanging the momentum: dense in the first steps.
+
+        names: name of each parameter, for messages.
 
         Raises:
             ConfigError: the compressor's settings are not sound for a momentum.
         """
-        name, freeze_after = type(config).__name__, self.param_groups[0]["freeze_after"]
+        name, freeze_after, self._names = type(config).__name__, self._freeze_after, names
         if not config.error_feedback:
             raise ConfigError(
                 f"{name} has no error feedback as it is set, and the errors of a momentum would "
@@ -144,7 +170,9 @@ class OneBitAdam(Optimizer):
         return config
 
     @torch.no_grad()
-    def before_exchange(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def before_exchange(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], phase: Phase
+    ) -> None:
         """Turn this rank's gradients into what ranks exchange, in place.
 
         Ranks exchange gradients until the variance is frozen, and momenta from then on.
@@ -152,17 +180,39 @@ class OneBitAdam(Optimizer):
         Args:
             parameters: those whose gradients are about to be exchanged.
             gradients: one gradient for each parameter.
+            phase: where the exchange stands.
+
+        Raises:
+            ConfigError: gradients are compressed before the variance is frozen.
         """
-        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        self._taken = phase.committed
+        if not self._is_frozen:
+            self._momenta.difference_update(map(id, parameters))
+            if phase.ratio < 1.0:
+                raise ConfigError(
+                    f"ratio {phase.ratio} compresses gradients in the first {self._freeze_after} "
+                    "steps, from which the variance is estimated",
+                    cure="Call set_ratio(None), and set a ratio only after these steps",
+                )
+            return
+        betas = {id(p): _beta1(group) for group in self.param_groups for p in group["params"]}
         for p, gradient in zip(parameters, gradients, strict=True):
-            state, group = self.state.get(p), groups[id(p)]
-            self._momenta.discard(id(p))
-            if state and _steps(state) >= group["freeze_after"]:
-                beta = group["betas"][0]
-                gradient.mul_(1 - beta).add_(state["exp_avg"], alpha=beta)
-                self._momenta.add(id(p))
+            state, beta = self.state.get(p), betas[id(p)]
+            gradient.mul_(1 - beta)
+            if state:
+                gradient.add_(state["exp_avg"], alpha=beta)
+            self._momenta.add(id(p))
 
     # The optimizer's step.
+
+    @property
+    def _freeze_after(self) -> int:
+        return int(self.param_groups[0]["freeze_after"])  # of all groups
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether the variance is constant in this step."""
+        return self._taken >= self._freeze_after
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -173,17 +223,52 @@ class OneBitAdam(Optimizer):
 
         Returns:
             The loss of `closure`, if it was given.
+
+        Raises:
+            ConfigError: a parameter gets its first gradient after the variance was frozen; nothing
+                has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_variances()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._update(p, p.grad, group)
         self._momenta.clear()
+        self._taken += 1
         return loss
+
+    def _check_variances(self) -> None:
+        """Refuse a first gradient after the variance was frozen; warn once of what has had none."""
+        if not self._is_frozen:
+            self._missing = None
+            return
+        if self._missing is None:
+            self._missing = [p for group in self.param_groups for p in group["params"]]
+            self._missing = [p for p in self._missing if not _has_variance(self.state.get(p))]
+            names = [self._name_of(p) for p in self._missing if p.requires_grad]
+            if names:
+                log.warning(
+                    "OneBitAdam: %s had no gradient in the first %d steps, and so no variance: a "
+                    "later one is an error",
+                    ", ".join(names),
+                    self._freeze_after,
+                )
+        for p in self._missing:
+            if p.grad is not None and bool(torch.any(p.grad != 0)):
+                raise ConfigError(
+                    f"it has its first gradient after the variance was frozen, by freeze_after="
+                    f"{self._freeze_after}, and its variance is not known",
+                    tensor=self._name_of(p),
+                    cure="Pass a freeze_after by which all parameters have had gradients, or set "
+                    "its requires_grad to False",
+                )
+
+    def _name_of(self, p: Tensor) -> str:
+        return self._names.get(p, f"of shape {list(p.shape)}")
 
     def _update(self, p: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
         if gradient.is_sparse:
@@ -191,32 +276,42 @@ class OneBitAdam(Optimizer):
                 f"a gradient of shape {list(p.shape)} is sparse, which OneBitAdam cannot apply",
                 cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
             )
-        state, (beta, decay) = self.state[p], group["betas"]
+        state, (beta, decay) = self.state[p], map(float, group["betas"])
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"], state[SQUARES] = torch.zeros((), dtype=torch.float32), 0
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] += 1
         mean, variance, steps = state["exp_avg"], state["exp_avg_sq"], _steps(state)
-        is_frozen = steps > group["freeze_after"]
+        is_frozen = self._is_frozen
         if id(p) in self._momenta:
             mean.copy_(gradient)
         else:
             mean.mul_(beta).add_(gradient, alpha=1 - beta)
         if not is_frozen:
+            state[SQUARES] += 1
             variance.mul_(decay).addcmul_(gradient, gradient, value=1 - decay)
-        size, root = group["lr"], 1.0
+        rate = size = number_in(self, group, "lr")
+        root = 1.0
         if group["bias_correction"]:
             size = size / (1 - beta**steps)
-            root = math.sqrt(1 - decay ** min(steps, group["freeze_after"]))
+            root = math.sqrt(1 - decay ** state[SQUARES]) or 1.0
         divisor = variance.sqrt().div_(root).add_(group["eps"])
         if is_frozen:
             divisor.masked_fill_(variance == 0, math.inf)
-        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.mul_(1 - rate * group["weight_decay"])
         p.addcdiv_(mean, divisor, value=-size)
 
 
 def _steps(state: Mapping[str, Any]) -> int:
     return int(state["step"])
+
+
+def _beta1(group: Mapping[str, Any]) -> float:
+    return float(group["betas"][0])
+
+
+def _has_variance(state: Mapping[str, Any] | None) -> bool:
+    return bool(state) and bool(torch.any(state["exp_avg_sq"]))  # type: ignore[index]
 
 
 def _check_same_phase(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -233,13 +328,14 @@ def _check(group: Mapping[str, Any]) -> None:
     check_whole("freeze_after", group["freeze_after"], 1, MOST, example=1000)
     check_flag("bias_correction", group["bias_correction"])
     for setting in ("lr", "eps", "weight_decay"):
-        value = group[setting]
-        if isinstance(value, bool) or not 0.0 <= float(value) < math.inf:
+        value, number = group[setting], number_of(group[setting])
+        if isinstance(value, bool) or number is None or not 0.0 <= number < math.inf:
             raise ConfigError(
                 f"{setting}={value!r} is not a number from 0 on", cure=f"Pass {setting}=1e-3 or so"
             )
-    betas = group["betas"]
-    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+    betas = betas_of(group)
+    if len(betas) != 2 or not all(beta is not None and 0.0 <= beta < 1.0 for beta in betas):
         raise ConfigError(
-            f"betas={betas!r} are not two numbers in [0, 1)", cure="Pass betas=(0.9, 0.999)"
+            f"betas={group['betas']!r} are not two numbers in [0, 1)",
+            cure="Pass betas=(0.9, 0.999)",
         )

@@ -6,7 +6,8 @@ backward goes on. Without settings that need preprocessing there is no `Preproce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -18,19 +19,29 @@ from horovod_topk.torch_training.clipping import local_clip
 from horovod_topk.torch_training.scaling import ONE, LossScale, Scaler, check_dtypes
 
 
+@dataclass(frozen=True)
+class Phase:
+    """Where the exchange of a step stands: equal on all ranks."""
+
+    committed: int  # number of committed steps before it
+    ratio: float  # 1: everything is sent
+
+
 @runtime_checkable
 class ExchangesOwn(Protocol):
     """An optimizer whose ranks exchange something other than gradients."""
 
-    def exchange_settings(self, config: Method) -> Method:
-        """Return the settings that the optimizer's exchange uses.
+    def exchange_settings(self, config: Method, names: Mapping[Tensor, str]) -> Method:
+        """Return the settings that the optimizer's exchange uses; note the parameters' names.
 
         Raises:
             ConfigError: the compressor's settings are not sound for this optimizer.
         """
         ...
 
-    def before_exchange(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def before_exchange(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], phase: Phase
+    ) -> None:
         """Turn the gradients of parameters into what ranks exchange, in place."""
         ...
 
@@ -52,6 +63,7 @@ class Preprocessing:
     ) -> None:
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._scale, self._clip, self._own = ONE, clip, own
+        self._phase = Phase(0, 1.0)
 
     @classmethod
     def of(cls, scaler: Scaler | None, plan: Plan, optimizer: Any) -> Preprocessing | None:
@@ -68,10 +80,13 @@ class Preprocessing:
             check_dtypes(plan)
         return cls(scaler, None if norm is None else local_clip(norm, plan.reduction), own)
 
-    def begin(self, optimizer: Any, ranks: int) -> None:
+    def begin(self, optimizer: Any, ranks: int, phase: Phase) -> None:
         """Note a step's loss scale and clipping threshold before its first bucket is preprocessed.
 
-        ranks: number of ranks that exchange gradients.
+        Args:
+            optimizer: the optimizer of the gradients.
+            ranks: number of ranks that exchange gradients.
+            phase: where the exchange of this step stands.
 
         Raises:
             GradientChangedError: the scaler has unscaled the gradients already.
@@ -82,6 +97,7 @@ class Preprocessing:
             self._scale = self._loss_scale.now()
         if self._clip is not None:
             self._clip.begin(ranks)
+        self._phase = phase
 
     def apply(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Unscale a bucket's gradients and clip them, in place.
@@ -92,7 +108,7 @@ class Preprocessing:
         if self._clip is not None:
             self._clip.clip(gradients)
         if self._own is not None:
-            self._own.before_exchange(parameters, gradients)
+            self._own.before_exchange(parameters, gradients, self._phase)
 
     def gain(self, optimizer: Any) -> float:
         """The factor that exchanged gradients are multiplied by.

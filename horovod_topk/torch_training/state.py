@@ -37,7 +37,7 @@ from horovod_topk.torch_training.clipping import clip_alone
 from horovod_topk.torch_training.hooks import Hooks
 from horovod_topk.torch_training.momentum import Loan, advise, fit_momentum, hand_over
 from horovod_topk.torch_training.momentum_saved import save_zeros
-from horovod_topk.torch_training.preprocessing import ExchangesOwn, Preprocessing
+from horovod_topk.torch_training.preprocessing import ExchangesOwn, Phase, Preprocessing
 from horovod_topk.torch_training.rates import followed, why_not_followed
 from horovod_topk.torch_training.scaling import Scaler
 from horovod_topk.torch_training.sgd import SgdSteps
@@ -91,7 +91,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             if why:
                 log.info("TopKEF does not follow learning rates: %s", why)
         if isinstance(optimizer, ExchangesOwn):
-            config = optimizer.exchange_settings(config)
+            config = optimizer.exchange_settings(config, self._names)
         if config.taken_over:
             self._loan = Loan(optimizer, self._names)
         self._advice = advise(optimizer, config, deferred.get("momentum"))
@@ -211,8 +211,8 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
 
     def _preprocess(self, by: Preprocessing, ordinal: int, gradients: list[Tensor]) -> None:
         """Unscale and clip a bucket's gradients, in place."""
-        if not self._compressor.step.sent:
-            by.begin(self._optimizer(), self._compressor.ranks)
+        if not (own := self._compressor).step.sent:
+            by.begin(self._optimizer(), own.ranks, Phase(own.counter.committed, own.ratio))
         slots = self._buckets.slots_of(ordinal)
         by.apply([slot.parameter for slot in slots], gradients)
         for slot in slots:

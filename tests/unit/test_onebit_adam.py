@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
-from horovod_topk.torch import OneBitAdam
+from horovod_topk.torch import OneBitAdam, SignSGD
+from horovod_topk.torch_training.preprocessing import Phase
 
 
 def gradients(step: int) -> torch.Tensor:
@@ -57,11 +58,12 @@ def test_what_is_exchanged_turns_from_gradients_into_momenta() -> None:
     q = copy.deepcopy(p)
     mine, alone = (OneBitAdam([each], freeze_after=2, lr=0.1) for each in (p, q))
     for step in range(6):
+        phase = Phase(step, 1.0)
         p.grad = gradients(99)
-        mine.before_exchange([p], [p.grad])  # and the step is skipped, as after an overflow
+        mine.before_exchange([p], [p.grad], phase)  # and the step is skipped, as after an overflow
         p.grad = gradients(step)
         before = p.grad.clone()
-        mine.before_exchange([p], [p.grad])
+        mine.before_exchange([p], [p.grad], phase)
         assert torch.equal(p.grad, before) == (step < 2)
         mine.step()
         stepped(alone, q, range(step, step + 1))
@@ -77,6 +79,66 @@ def test_an_element_without_a_variance_moves_no_more() -> None:
     optimizer.step()
     assert p[1] == 1
     assert p[0] < 0.9
+
+
+def test_all_parameters_freeze_with_the_same_step() -> None:
+    """One that was absent from steps has the bias correction of the steps that it was in."""
+    p, q = (torch.nn.Parameter(torch.ones(40)) for _ in range(2))
+    mine = OneBitAdam([p, q], freeze_after=6, lr=0.1)
+    theirs = torch.optim.Adam([copy.deepcopy(q)], lr=0.1)
+    (other,) = theirs.param_groups[0]["params"]
+    for step in range(9):
+        p.grad = gradients(step)
+        q.grad = other.grad = gradients(100 + step) if step in (0, 4, 7) else None
+        mine.step()
+        if step < 6:
+            theirs.step()
+            torch.testing.assert_close(q, other, rtol=1e-5, atol=1e-6)
+    assert torch.equal(mine.state[q]["exp_avg_sq"], theirs.state[other]["exp_avg_sq"])
+    assert (int(mine.state[q]["step"]), mine.state[q]["squares"]) == (3, 2)
+    mean = mine.state[q]["exp_avg"] / (1 - 0.9**3)
+    root = (mine.state[q]["exp_avg_sq"] / (1 - 0.999**2)).sqrt() + 1e-8
+    torch.testing.assert_close(other - 0.1 * mean / root, q, rtol=1e-5, atol=1e-6)
+
+
+def test_a_first_gradient_after_the_freeze(caplog: pytest.LogCaptureFixture) -> None:
+    p, q = (torch.nn.Parameter(torch.ones(40)) for _ in range(2))
+    optimizer = OneBitAdam([p, q], freeze_after=2, lr=0.1)
+    optimizer.exchange_settings(SignSGD().config, {p: "p", q: "q"})
+    stepped(optimizer, p, range(4))
+    (warning,) = caplog.records
+    assert "OneBitAdam: q had no gradient in the first 2 steps" in warning.getMessage()
+    q.grad = torch.zeros(40)
+    optimizer.step()
+    assert torch.equal(q, torch.ones(40))
+    before, p.grad, q.grad = p.detach().clone(), gradients(5), gradients(6)
+    with pytest.raises(ConfigError, match=r"tensor 'q': it has its first.*freeze_after=2.*Pass a"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    q.grad = None
+    optimizer.step()
+    assert not torch.equal(p, before)
+
+
+def test_gradients_are_not_compressed_before_the_freeze() -> None:
+    p = torch.nn.Parameter(torch.ones(40))
+    optimizer = OneBitAdam([p], freeze_after=5)
+    with pytest.raises(ConfigError, match=r"ratio 0.1 compresses.* 5 .*Call set_ratio\(None\)"):
+        optimizer.before_exchange([p], [gradients(0)], Phase(4, 0.1))
+    optimizer.before_exchange([p], [gradients(0)], Phase(5, 0.1))
+
+
+def test_a_checkpoint_of_an_older_version_goes_on() -> None:
+    p = torch.nn.Parameter(torch.ones(40))
+    optimizer = OneBitAdam([p], freeze_after=3, lr=0.1)
+    stepped(optimizer, p, range(5))
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["squares"]
+    again = OneBitAdam([q := copy.deepcopy(p)], freeze_after=3, lr=0.1)
+    again.load_state_dict(saved)
+    for each, own in ((optimizer, p), (again, q)):
+        stepped(each, own, range(5, 8))
+    assert torch.equal(p, q)
 
 
 def test_its_state_dict_goes_on_to_the_bit() -> None:

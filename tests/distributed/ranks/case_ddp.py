@@ -286,6 +286,42 @@ def test_one_bit_adam_exchanges_its_momentum() -> None:
     assert max(sent[3:]) < min(sent[:3]) / 3
 
 
+@pytest.mark.parametrize("absent", [(1, 3, 7), range(8)], ids=["at times", "at first"])
+def test_one_bit_adam_freezes_all_parameters_at_once(
+    absent: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DDP leaves the gradient of an unused parameter out; its variance is of gradients alone."""
+    task = Setup(build=training.Optional).task()
+    model = DistributedDataParallel(task, find_unused_parameters=True)
+    optimizer = adapter.OneBitAdam(task.parameters(), freeze_after=6, lr=0.01)
+    adapter.SignSGD(exchange="sharded", min_numel=16).attach(model, optimizer)
+    weight, twin = task.sometimes.weight, Setup(build=training.Optional).task()
+    variance = torch.zeros_like(weight)
+    for step in range(12):
+        task.absent_everywhere = twin.absent_everywhere = step in absent
+        twin.load_state_dict(task.state_dict())
+        twin.zero_grad()
+        twin.loss(hvd.rank(), step).backward()
+        if step < 6 and step not in absent:
+            own = twin.sometimes.weight.grad
+            mean = hvd.allreduce(torch.zeros_like(weight) if own is None else own)
+            if bool(mean.any()):
+                variance.mul_(0.999).addcmul_(mean, mean, value=0.001)
+        optimizer.zero_grad()
+        model(hvd.rank(), step).backward()
+        if step == 8 and step - 1 in absent and not variance.any():
+            before = bits(task.parameters())
+            with pytest.raises(ConfigError, match=r"'sometimes\.weight': it has its first grad"):
+                optimizer.step()
+            assert torch.equal(bits(task.parameters()), before)
+            assert "OneBitAdam: sometimes.weight, sometimes.bias, never.weight" in caplog.text
+            return
+        optimizer.step()
+        assert_ranks_equal(task.parameters())
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg_sq"], variance)
+    assert_ranks_equal([optimizer.state[weight]["exp_avg_sq"]])
+
+
 # One hook a model, in torch's own convention too.
 
 
