@@ -150,6 +150,7 @@ DDP = (
         "checkpoint",
         "clipping",
         "commit_or_roll_back",
+        "conservation",
         "ddp",
         "error_feedback",
         "grad_scaler",
