@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -27,6 +27,7 @@ class Counting(Generic[Array]):
         exchange: how payloads travel; None: the exchange is not selected yet.
         parts: parts of the state, by name.
         steps, rolled_back: number of committed steps, and of steps that were rolled back.
+        unapplied: number of steps that were rolled back without a NaN or an infinity.
         seconds: total of all these steps.
         sample: shares of the last sampled step.
         callbacks: functions that are called at the end of every step.
@@ -36,7 +37,7 @@ class Counting(Generic[Array]):
         self.plan: Plan | None = None
         self.exchange: Exchange[Array] | None = None
         self.parts: dict[str, Part[Array]] = {}
-        self.steps = self.rolled_back = 0
+        self.steps = self.rolled_back = self.unapplied = 0
         self.seconds, self.sample = Seconds(), Sample()
         self._counted: tuple[Plan, int] | None = None  # a plan, and the bytes of memory it takes
         self._begun = 0  # what a loaded checkpoint adds to the number of ended steps
@@ -71,7 +72,7 @@ class Counting(Generic[Array]):
     def end_step(
         self,
         traffic: Traffic,
-        flagged: Iterable[str],
+        flagged: Collection[str],
         *,
         committed: bool,
         seconds: Seconds = Seconds(),  # noqa: B008  # it is frozen
@@ -83,6 +84,7 @@ class Counting(Generic[Array]):
         """
         self.steps += committed
         self.rolled_back += not committed
+        self.unapplied += not (committed or flagged)
         self.seconds += seconds
         if not self.callbacks:
             return

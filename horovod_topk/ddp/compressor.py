@@ -21,11 +21,13 @@ from horovod_topk.ddp.state import DDPState
 from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.torch_training.compressor import TrainingCompressor
+from horovod_topk.torch_training.tracing import untraced
 
 Groups = Sequence[Sequence[Tensor]]
 TORCHS = {"none": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
+@untraced
 def exchange(
     state: DDPState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]

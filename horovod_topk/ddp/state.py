@@ -38,6 +38,7 @@ from horovod_topk.torch_training.copies import CopiedState, OfOneModel
 from horovod_topk.torch_training.momentum import check_not_twice
 from horovod_topk.torch_training.replacing import REWRAP, check_inherits, inherited
 from horovod_topk.torch_training.stepping import check_optimizer
+from horovod_topk.torch_training.tracing import untraced
 
 
 class DDPState(CopiedState):
@@ -172,6 +173,7 @@ class DDPState(CopiedState):
         else:
             Variable._execution_engine.queue_callback(self._finish)
 
+    @untraced
     @torch.no_grad()
     def _finish(self) -> None:
         """Write exchanged gradients to DDP's buckets, and complete the futures DDP waits for."""
@@ -196,6 +198,7 @@ class DDPState(CopiedState):
             step.finish(ordinal, self._buckets.ready(ordinal), gain)
             self._buckets.note_exchanged(ordinal)
 
+    @untraced
     @torch.no_grad()
     def _handed_out(self) -> None:
         """Raise a kept error, or note exchanged gradients, once DDP has copied its buckets back."""

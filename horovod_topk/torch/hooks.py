@@ -17,6 +17,7 @@ class Hooks(hooks.Hooks):
     def exchanged(self) -> None:
         """As `hooks.Hooks.exchanged`: `synchronize()` is over."""
         self._has_exchanged = True
+        self._buckets.note_handed_out()
         super().exchanged()
 
     def _check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from horovod_topk.torch.state import OptimizerState
 from horovod_topk.torch.stepping import check_all_are_known
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.state import live_states
+from horovod_topk.torch_training.tracing import untraced
 
 Method = Callable[..., Any]
 
@@ -168,23 +169,34 @@ def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
 
 
 def _wrap_allreduce_grad_async(original: Method) -> Method:
-    def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
-        state: OptimizerState | None = getattr(self, "_topkef", None)
-        collect = state.ready(p) if state is not None else None
+    @untraced
+    def of_ours(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
+        collect = self._topkef.ready(p)
         return original(self, p) if collect is None else (collect, None)
+
+    def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
+        return of_ours(self, p) if hasattr(self, "_topkef") else original(self, p)
 
     return _allreduce_grad_async
 
 
 def _wrap_synchronize(original: Method) -> Method:
-    def synchronize(self: Any) -> None:
-        state: OptimizerState | None = getattr(self, "_topkef", None)
-        if state is not None and state.active:
+    @untraced
+    def of_ours(self: Any) -> None:
+        state: OptimizerState = self._topkef
+        if state.active:
             check_all_are_known(self)
         with reporting.waiting():
             original(self)
-        if state is not None and state.active:
+        if state.active:
             state.synchronized()
+
+    def synchronize(self: Any) -> None:
+        if hasattr(self, "_topkef"):
+            of_ours(self)
+            return
+        with reporting.waiting():
+            original(self)
 
     return synchronize
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -12,9 +14,19 @@ from horovod_topk.torch_training.ready import (
     Slot,
     any_applied,
     changed,
+    cleared,
     first_elements,
     is_sparse,
 )
+from horovod_topk.torch_training.stepping import moved_by
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a step of the optimizer uses of the exchanged gradients, by tensor name."""
+
+    without: Collection[str]  # gradients that it does not use
+    frozen: Collection[str]  # gradients that it uses at a learning rate of 0
 
 
 class Buckets:
@@ -153,9 +165,18 @@ class Buckets:
         missing = (slot for slot in self.slots.values() if slot.ready is None)
         return [slot for slot in missing if is_sparse(slot.parameter.grad)]
 
-    def are_applied(self) -> bool:
-        """Whether the optimizer has applied the exchanged gradients; see `any_applied`."""
-        return any_applied(self.slots.values())
+    def use_of(self, optimizer: Any) -> Use | None:
+        """What a step that begins uses of the exchanged gradients; None: none of them."""
+        exchanged = [slot for slot in self.slots.values() if slot.exchanged is not None]
+        if not any_applied(exchanged):
+            return None
+        moves = {id(p): moves for p, moves in moved_by(optimizer)}
+        gone = cleared(exchanged)
+        gone |= {slot for slot in exchanged if id(slot.parameter) not in moves}
+        if len(gone) == len(exchanged):
+            return None
+        frozen = [s for s in exchanged if s not in gone and not moves[id(s.parameter)]]
+        return Use({s.spec.name for s in gone}, {s.spec.name for s in frozen})
 
     def forget_exchanged(self) -> None:
         """Forget the exchanged gradients, once a step is over."""

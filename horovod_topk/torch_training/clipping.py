@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk.core.clipping import LocalClip, Scope
+from horovod_topk.torch_training.tracing import untraced
 
 _STRETCH = 1 << 16  # elements of a stretch that is summed in float32
 
@@ -37,7 +38,7 @@ def clip_alone(
         for each in by_device.values():
             clip.clip(each)
 
-    return optimizer.register_step_pre_hook(before_step)
+    return optimizer.register_step_pre_hook(untraced(before_step))
 
 
 def _gradients_of(optimizer: Any) -> list[Tensor]:

@@ -39,9 +39,7 @@ class LateClipping:
 
     def begin(self) -> None:
         """Note that the exchanged gradients were written to the parameters."""
-        if self._is_watched:
-            self._buckets.note_handed_out()
-            self._is_handed_out = True
+        self._is_handed_out = self._is_watched
 
     def check(self) -> None:
         """Warn if an exchanged gradient was changed; called when the optimizer steps."""

@@ -16,11 +16,13 @@ from horovod_topk.core.momentum_takeover import note_taken
 from horovod_topk.torch_training import momentum
 from horovod_topk.torch_training.adam import AdamSteps
 from horovod_topk.torch_training.added import applies_nothing
-from horovod_topk.torch_training.buckets import Buckets
+from horovod_topk.torch_training.buckets import Buckets, Use
 from horovod_topk.torch_training.clipping_late import LateClipping
 from horovod_topk.torch_training.scaling import warn_of_scaler
 from horovod_topk.torch_training.sgd import SgdSteps
 from horovod_topk.torch_training.stepping import closure_of, with_one_exchange
+from horovod_topk.torch_training.tracing import untraced
+from horovod_topk.torch_training.unapplied import CLEARED, UNSEEN, Unapplied
 
 LOOKS = 8  # calls of the hook that look for a loss scaler; each Horovod step makes two calls
 
@@ -40,6 +42,7 @@ class Hooks(abc.ABC):
     """
 
     late_clipping: LateClipping  # set by `watch`
+    _unapplied: Unapplied  # the same
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Hooks(abc.ABC):
         self._loan, self._steps = loan, steps
         self._prepared = 0  # number of exchanges when a step was last prepared
         self._is_prepared = False  # until that step has ended
+        self._use: Use | None = None  # what the present step uses of the exchanged gradients
         config = compressor.plan.config
         keeps = config.momentum or config.ratio < 1.0 or config.withheld()
         self._looks = LOOKS if keeps and not has_scaler else 0  # calls left that look for a scaler
@@ -68,6 +72,7 @@ class Hooks(abc.ABC):
         factor = self._compressor.plan.config.momentum
         given = 0.0 if self._loan is not None else factor  # users see velocities
         self.late_clipping = LateClipping(optimizer, given, self._buckets)
+        self._unapplied = Unapplied(optimizer, self._compressor)
         if self._loan is not None:
             note_taken(type(optimizer).__name__, factor)
         for p, accumulation in accumulations:
@@ -93,11 +98,13 @@ class Hooks(abc.ABC):
     def warnings(self) -> tuple[str, ...]:
         """Texts of the warnings given."""
         of_loan = () if self._loan is None else self._loan.warnings
-        return (*of_loan, *self._of_scaler, *self.late_clipping.warnings)
+        late = self.late_clipping.warnings
+        return (*of_loan, *self._of_scaler, *late, *self._unapplied.warnings)
 
     def exchanged(self) -> None:
         """Note that all gradients are exchanged, so that a user may change them from now on."""
         self.late_clipping.begin()
+        self._unapplied.note(UNSEEN)
 
     @abc.abstractmethod
     def _check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -117,6 +124,7 @@ class Hooks(abc.ABC):
         """Whether this `step` exchanges gradients and then calls the optimizer's own `step`."""
         return False
 
+    @untraced
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient, unless it was zeroed in place."""
         self._undo()
@@ -127,6 +135,7 @@ class Hooks(abc.ABC):
                 slot.check_not_exchanged()
                 slot.exchanged = None
 
+    @untraced
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Check a step before it runs; returns the arguments that the step gets instead."""
         self._check_before(optimizer, args, kwargs)
@@ -143,7 +152,9 @@ class Hooks(abc.ABC):
         else:
             momentum.give_back(optimizer)
         self._check_clipping(optimizer)
+        self._use = None
         if closure_of(args, kwargs) is None:
+            self._decide(optimizer)
             self._prepare(optimizer)
         failed = partial(self._take_back, optimizer)
         check = partial(self._after_closure, optimizer)
@@ -152,7 +163,13 @@ class Hooks(abc.ABC):
     def _after_closure(self, optimizer: Any) -> None:
         """Check what a closure has computed, and prepare the step with it."""
         self._check_closure(optimizer)
+        self._decide(optimizer)
         self._prepare(optimizer)
+
+    def _decide(self, optimizer: Any) -> None:
+        """Note what the step that begins uses: it may clear gradients, or write to them."""
+        if not self._is_around(optimizer):
+            self._use = None if applies_nothing(optimizer) else self._buckets.use_of(optimizer)
 
     def _prepare(self, optimizer: Any) -> None:
         """Prepare the optimizer's own step, if it depends on arrivals: once for each exchange."""
@@ -163,6 +180,7 @@ class Hooks(abc.ABC):
         self._steps.prepare(optimizer)
         self._prepared = exchanges
 
+    @untraced
     def _undo(self, *_: Any) -> None:
         """Restore the momentum that the optimizer had before a step that has raised."""
         if self._is_prepared:
@@ -179,6 +197,7 @@ class Hooks(abc.ABC):
         """Warn of gradients that were changed after their exchange."""
         self.late_clipping.check()
 
+    @untraced
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._take_back(optimizer)
@@ -188,10 +207,12 @@ class Hooks(abc.ABC):
             self._is_prepared = False
         self._check_after(optimizer)
         self._check_clipping(optimizer)  # if a closure has exchanged within the step
+        use, self._use = self._use, None
         try:
-            if self._buckets.are_applied() and not applies_nothing(optimizer):
-                self._compressor.commit()
+            if use is not None:
+                self._compressor.commit(use.without, use.frozen)
             else:  # the step applied other gradients than the exchanged ones, or none
                 self._compressor.rollback()
         finally:  # a user's callback may raise
             self._buckets.forget_exchanged()
+        self._unapplied.note(CLEARED)

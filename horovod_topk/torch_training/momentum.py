@@ -47,6 +47,7 @@ from horovod_topk.core.momentum_takeover import advise as advise_of
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training.group_settings import betas_of, momentum_of, number_of
 from horovod_topk.torch_training.momentum_saved import TAKEN, drop_loaded
+from horovod_topk.torch_training.tracing import untraced
 
 log = logging.getLogger("horovod_topk")
 
@@ -398,7 +399,8 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> Any:
     if momentum:
         name = kind_of(optimizer)
         log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
-    return optimizer.register_step_pre_hook(lambda it, *_: give(it))  # a checkpoint may set it to 0
+    # A checkpoint may set it to 0.
+    return optimizer.register_step_pre_hook(untraced(lambda it, *_: give(it)))
 
 
 def advise(optimizer: Any, config: Method, asked: str | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from horovod_topk.errors import NotAttachedError
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.ready import any_applied
 from horovod_topk.torch_training.stepping import closure_of, with_one_exchange
+from horovod_topk.torch_training.tracing import untraced
 
 CURE = (
     "Attach the compressor again with the optimizer that steps from now on, before backward(); "
@@ -90,6 +91,7 @@ def _watch_steps() -> None:
         for each in list(_LIVE):
             each.check_step(optimizer)
 
+    @untraced
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
         if closure_of(args, kwargs) is None:
             return check(optimizer)

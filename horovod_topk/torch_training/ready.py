@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from horovod_topk.errors import (
 )
 from horovod_topk.ops.torch import DTYPES
 from horovod_topk.torch_training.specs import describe, spec_of
+
+COMPARED = 256  # elements of a gradient that are compared before and after its exchange
+REPLACED = 1 << 32  # as a number of writes: the gradient is another tensor
 
 
 @dataclass(slots=True)
@@ -102,6 +106,13 @@ class Slot:
         if p.grad is not None:
             self.exchanged = ReadyGradient(p.grad, p.grad, p.grad._version, p.grad.data_ptr())
 
+    def writes(self) -> int:
+        """Number of times that the exchanged gradient was written to since; `REPLACED`."""
+        gradient, exchanged = self.parameter.grad, self.exchanged
+        if gradient is None or exchanged is None or gradient is not exchanged.owner:
+            return REPLACED
+        return gradient._version - exchanged.version
+
     def is_changed(self) -> bool:
         """Whether the exchanged gradient was changed since; clearing it does not count."""
         exchanged = self.exchanged
@@ -138,21 +149,42 @@ def changed(slot: Slot) -> GradientChangedError:
     )
 
 
-def first_elements(gradients: Sequence[Tensor]) -> Tensor:
-    """The first 16 elements of each gradient in row-major order, concatenated.
+def first_elements(gradients: Sequence[Tensor], most: int = COMPARED) -> Tensor:
+    """The first elements of each gradient in row-major order, `most` at most, concatenated.
 
     The result has a dtype that holds all of them exactly.
     """
     return torch.cat(
         [
-            g.as_strided((min(16, g.numel()),), (1,)) if g.is_contiguous() else g.reshape(-1)[:16]
+            g.as_strided((min(most, g.numel()),), (1,))
+            if g.is_contiguous()
+            else g.reshape(-1)[:most]
             for g in gradients
         ]
     )
 
 
+def cleared(slots: Sequence[Slot]) -> set[Slot]:
+    """Slots whose exchanged gradient was set to None or to zeros since.
+
+    Nothing tells zeros that were exchanged from zeros that were written. So only gradients that
+    were written to more often than others are looked at: clipping writes once to each. Waits for
+    the device if there are any.
+    """
+    gone = {slot for slot in slots if slot.parameter.grad is None}
+    writes = {slot: slot.writes() for slot in slots if slot not in gone}
+    least = min(writes.values(), default=0)
+    odd = [slot for slot, count in writes.items() if count > least]
+    if odd:
+        elements = [_elements(slot.parameter.grad) for slot in odd]
+        flags = [torch.any(each).to(elements[0].device) for each in elements]
+        found = zip(odd, torch.stack(flags).tolist(), strict=True)
+        gone |= {slot for slot, has_any in found if not has_any}
+    return gone
+
+
 def any_applied(slots: Iterable[Slot]) -> bool:
-    """Whether a step has applied the exchanged gradients, or what a user has made of them.
+    """Whether a step that begins applies exchanged gradients, or what a user has made of them.
 
     False where gradients were cleared, or replaced by the zeros on which
     `hvd.broadcast_optimizer_state` steps.
@@ -170,7 +202,13 @@ def is_sparse(gradient: Tensor | None) -> bool:
 
 
 def _is_nonzero(gradient: Tensor) -> bool:
-    return bool(torch.any(gradient._values() if gradient.is_sparse else gradient))
+    return bool(torch.any(_elements(gradient)))
+
+
+def _elements(gradient: Any) -> Tensor:
+    """All elements of a gradient that can be other than 0."""
+    elements: Tensor = gradient._values() if gradient.is_sparse else gradient
+    return elements
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -41,7 +41,7 @@ from horovod_topk.torch_training.preprocessing import ExchangesOwn, Phase, Prepr
 from horovod_topk.torch_training.rates import followed, why_not_followed
 from horovod_topk.torch_training.scaling import Scaler
 from horovod_topk.torch_training.sgd import SgdSteps
-from horovod_topk.torch_training.stepping import check_evaluates_once
+from horovod_topk.torch_training.stepping import check_evaluates_once, frozen
 from horovod_topk.torch_training.wrappers import check_has_hooks
 
 log = logging.getLogger("horovod_topk")
@@ -133,6 +133,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         if config.probe_every is not None:
             self._compressor.step.probe = Probe(config.probe_every, collective, ops, name)
         self._compressor.rates = followed(optimizer, config, self._names, self._loan)
+        self._compressor.frozen = self._frozen
         self._reduction = plan.reduction
         self._buckets.index(plan)
         self._skipped |= plan.sent_dense()
@@ -181,6 +182,11 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         self._handles_alone = [hand_over(optimizer, config.momentum, nesterov=config.nesterov)]
         if config.clip_norm is not None:
             self._handles_alone.append(clip_alone(optimizer, config.clip_norm, gradients))
+
+    def _frozen(self) -> Collection[str]:
+        """Names of the tensors that the optimizer does not move now."""
+        optimizer = self._optimizer()
+        return () if optimizer is None else frozen(optimizer, self._names)
 
     # Methods for users.
 

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+from torch import Tensor
 from torch.optim import LBFGS
 
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
+
+
+def moved_by(optimizer: Any) -> Iterator[tuple[Any, bool]]:
+    """Each parameter of an optimizer, and whether a step moves it: its learning rate is not 0.
+
+    A rate that is a tensor on an accelerator waits for the device.
+    """
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        is_number = isinstance(rate, Real) or (isinstance(rate, Tensor) and rate.numel() == 1)
+        moves = not is_number or bool(rate != 0)
+        for p in group["params"]:
+            yield p, moves
+
+
+def frozen(optimizer: Any, names: Mapping[Any, str]) -> set[str]:
+    """Names of the parameters that steps do not move now.
+
+    Their learning rate is 0, or they need no gradient any more.
+    """
+    still = {names[p] for p, moves in moved_by(optimizer) if not moves and p in names}
+    return still | {name for p, name in names.items() if not p.requires_grad}
 
 
 def check_evaluates_once(optimizer: Any) -> None:
@@ -36,7 +60,8 @@ def with_one_exchange(
     """Wrap a step's closure so that it raises if called again after an exchange.
 
     A step commits one exchange. After two, what the first one sent would be applied and stay in the
-    residual too.
+    residual too. Optimizers with a `first_step` and a `second_step` (Foret et al. 2021, Sharpness-
+    Aware Minimization) take the first one's steps back, and apply the last exchange alone.
 
     Args:
         args: positional arguments of the `step` call, with the optimizer as the first.
@@ -51,9 +76,10 @@ def with_one_exchange(
     closure, before = closure_of(args, kwargs), exchanges()
     if closure is None:
         return args, kwargs
+    takes_back = all(hasattr(args[0], each) for each in ("first_step", "second_step"))
 
     def evaluate() -> Any:
-        if exchanges() != before:
+        if exchanges() != before and not takes_back:
             raise _evaluates_again(
                 "the optimizer evaluated its closure once more in one step, which had exchanged "
                 "gradients already, and may have moved parameters by them"

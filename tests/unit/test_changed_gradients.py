@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +14,7 @@ from horovod_topk.core.plan import make_plan
 from horovod_topk.errors import GradientChangedError
 from horovod_topk.methods.topk import TopK
 from horovod_topk.torch_training.buckets import Buckets
-from horovod_topk.torch_training.ready import first_elements
+from horovod_topk.torch_training.ready import COMPARED, first_elements
 from horovod_topk.torch_training.specs import spec_of
 
 
@@ -63,12 +66,102 @@ def test_zeros_of_both_signs_are_equal() -> None:
     buckets.gradients(0)
 
 
-def test_sixteen_elements_are_looked_at() -> None:
-    each = [torch.arange(100.0).view(10, 10), torch.ones(2)]
-    assert first_elements(each).tolist() == [*range(16), 1, 1]
+def test_all_elements_of_a_small_gradient_are_looked_at_and_the_first_of_a_large_one() -> None:
+    each = [torch.arange(600.0).view(20, 30), torch.ones(2)]
+    assert first_elements(each).tolist() == [*range(COMPARED), 1, 1]
     buckets = sent(each)
-    each[0].data.view(-1)[16] = -1.0
+    each[0].data.view(-1)[COMPARED] = -1.0
     buckets.gradients(0)
-    each[0].data.view(-1)[15] = -1.0
+    each[0].data.view(-1)[COMPARED - 1] = -1.0
     with pytest.raises(GradientChangedError):
         buckets.gradients(0)
+
+
+def test_the_largest_elements_clamped_through_data_are_noticed() -> None:
+    each = gradients()
+    buckets = sent(each)
+    each[0].data.clamp_(-2.0, 2.0)
+    with pytest.raises(GradientChangedError):
+        buckets.gradients(0)
+
+
+# What a step uses, as far as it can be told before the step.
+
+
+class Stepped:
+    """An optimizer's groups, one a parameter, at these learning rates."""
+
+    def __init__(self, buckets: Buckets, *rates: Any) -> None:
+        slots = buckets.slots.values()
+        groups = zip(slots, rates, strict=False)
+        self.param_groups = [{"params": [s.parameter], "lr": rate} for s, rate in groups]
+
+
+def exchanged(*each: torch.Tensor) -> Buckets:
+    buckets = sent(list(each))
+    buckets.note_exchanged(0)
+    return buckets
+
+
+def use(buckets: Buckets, *rates: Any) -> tuple[set[str], set[str]] | None:
+    found = buckets.use_of(Stepped(buckets, *(rates or [0.1] * len(buckets.slots))))
+    return None if found is None else (set(found.without), set(found.frozen))
+
+
+@pytest.mark.parametrize("rate", [0, 0.0, torch.tensor(0.0), torch.tensor([0.0]), np.float32(0)])
+def test_a_rate_of_zero_of_any_kind_freezes(rate: Any) -> None:
+    buckets = exchanged(torch.ones(3), torch.ones(4))
+    assert use(buckets, 0.1, rate) == (set(), {"1"})
+    assert use(buckets, rate, rate) == (set(), {"0", "1"})
+
+
+@pytest.mark.parametrize("rate", [None, 1e-30, -0.1, [0.0], lambda: 0.0, torch.zeros(2), math.nan])
+def test_what_is_no_rate_of_zero_freezes_nothing(rate: Any) -> None:
+    assert use(exchanged(torch.ones(3), torch.ones(4)), 0.1, rate) == (set(), set())
+
+
+def test_a_parameter_that_is_in_no_group_is_not_used() -> None:
+    assert use(exchanged(torch.ones(3), torch.ones(4)), 0.1) == ({"1"}, set())
+
+
+def _set_to_none(p: Any) -> None:
+    p.grad = None
+
+
+def _replaced_by_zeros(p: Any) -> None:
+    p.grad = torch.zeros_like(p)
+
+
+DROPPING: list[Callable[[Any], object]] = [
+    _set_to_none,
+    _replaced_by_zeros,
+    lambda p: p.grad.zero_(),
+    lambda p: p.grad.mul_(0.0),
+]
+
+
+@pytest.mark.parametrize("drop", DROPPING)
+def test_a_gradient_that_was_dropped_is_not_used(drop: Callable[[Any], object]) -> None:
+    buckets = exchanged(torch.ones(3), torch.ones(4), torch.zeros(5))
+    parameters = [slot.parameter for slot in buckets.slots.values()]
+    drop(parameters[1])
+    assert use(buckets) == ({"1"}, set())
+
+
+def test_clipped_zeros_and_replaced_gradients_are_used() -> None:
+    """Zeros that were exchanged: ranks have sent nothing, and what they keep is new."""
+    buckets = exchanged(torch.ones(3), torch.zeros(5))
+    parameters = [slot.parameter for slot in buckets.slots.values()]
+    torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+    assert use(buckets) == (set(), set())
+    for p in parameters:
+        p.grad = p.grad * 2.0  # type: ignore[operator]
+    assert use(buckets) == (set(), set())
+
+
+def test_gradients_that_were_all_dropped_are_not_applied() -> None:
+    for drop in DROPPING[:2]:
+        buckets = exchanged(torch.ones(3), torch.ones(4))
+        for slot in buckets.slots.values():
+            drop(slot.parameter)
+        assert use(buckets) is None
