@@ -61,7 +61,7 @@ def with_one_exchange(
 
     A step commits one exchange. After two, what the first one sent would be applied and stay in the
     residual too. Optimizers with a `first_step` and a `second_step` (Foret et al. 2021, Sharpness-
-    Aware Minimization) take the first one's steps back, and apply the last exchange alone.
+    Aware Minimization) take the first step back, and apply the last exchange alone.
 
     Args:
         args: positional arguments of the `step` call, with the optimizer as the first.
@@ -76,10 +76,10 @@ def with_one_exchange(
     closure, before = closure_of(args, kwargs), exchanges()
     if closure is None:
         return args, kwargs
-    takes_back = all(hasattr(args[0], each) for each in ("first_step", "second_step"))
+    again = takes_back(args[0])
 
     def evaluate() -> Any:
-        if exchanges() != before and not takes_back:
+        if exchanges() != before and not again:
             raise _evaluates_again(
                 "the optimizer evaluated its closure once more in one step, which had exchanged "
                 "gradients already, and may have moved parameters by them"
@@ -95,6 +95,11 @@ def with_one_exchange(
     if "closure" in kwargs:
         return args, {**kwargs, "closure": evaluate}
     return (args[0], evaluate, *args[2:]), kwargs
+
+
+def takes_back(optimizer: Any) -> bool:
+    """Whether an optimizer takes the steps of a first gradient back, as SAM's variants do."""
+    return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
 
 
 def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:

@@ -13,6 +13,7 @@ from collections import deque
 from typing import Any
 
 from horovod_topk.core.counting import Counting
+from horovod_topk.torch_training.stepping import takes_back
 
 log = logging.getLogger("horovod_topk")
 
@@ -29,8 +30,8 @@ _CURES = {
     APPLIED: "Other exchanges between them were. If another loss's backward() runs through these "
     "parameters, as that of a GAN's generator does through its discriminator, these exchanges are "
     "in vain: freeze the parameters meanwhile (requires_grad_(False), and with "
-    "DistributedDataParallel call model.module), or run that pass inside no_sync(). An optimizer "
-    "with two backward passes a step (SAM) needs both",
+    "DistributedDataParallel call model.module), or run that pass inside no_sync(). If that "
+    "backward() belongs to the step, as SAM's first one does, all is well",
 }
 
 
@@ -47,6 +48,7 @@ class Unapplied:
         self._own = vars(optimizer)  # the instance's own attributes
         self._before = counts.steps, counts.unapplied
         self._ended: deque[str] = deque(maxlen=LOOKED_AT)
+        self._is_over = takes_back(optimizer)  # two exchanges a step are no fault
         self.warnings: tuple[str, ...] = ()
 
     def note(self, how: str) -> None:
@@ -55,13 +57,13 @@ class Unapplied:
         how: `CLEARED` or `UNSEEN`, for those that were not applied.
         """
         before, self._before = self._before, (self._counts.steps, self._counts.unapplied)
-        if self.warnings or before == self._before:
+        if self._is_over or before == self._before:
             return
         applied, unapplied = (now - then for now, then in zip(self._before, before, strict=True))
         self._ended.extend([APPLIED] * applied + [how] * unapplied)
         missed = [each for each in self._ended if each != APPLIED]
         if len(missed) >= MANY:
-            self.warnings = (self._text(missed),)
+            self._is_over, self.warnings = True, (self._text(missed),)
             log.warning("%s", self.warnings[0])
 
     def _text(self, missed: list[str]) -> str:

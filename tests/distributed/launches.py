@@ -156,7 +156,7 @@ DDP = (
         "grad_scaler",
     ),
     *("groups_ratios", "guard", "hierarchical", "learning_rates", "methods"),
-    *("momentum", "ranks_agree", "sharded", "training_loops", "warmup"),
+    *("momentum", "ranks_agree", "sharded", "steps", "training_loops", "warmup"),
 )
 TENSORFLOW = named("tensorflow", "alone")
 # The files of TensorFlow with laws and exchanges.
