@@ -72,7 +72,8 @@ class Hooks(abc.ABC):
         factor = self._compressor.plan.config.momentum
         given = 0.0 if self._loan is not None else factor  # users see velocities
         self.late_clipping = LateClipping(optimizer, given, self._buckets)
-        self._unapplied = Unapplied(optimizer, self._compressor)
+        names = [slot.spec.name for slot in self._buckets.slots.values()] or [""]
+        self._unapplied = Unapplied(optimizer, self._compressor, names)
         if self._loan is not None:
             note_taken(type(optimizer).__name__, factor)
         for p, accumulation in accumulations:

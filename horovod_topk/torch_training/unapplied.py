@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from horovod_topk.core.counting import Counting
@@ -41,10 +42,12 @@ class Unapplied:
     Args:
         optimizer: the optimizer of the gradients.
         counts: counts its steps.
+        names: names of its tensors.
     """
 
-    def __init__(self, optimizer: Any, counts: Counting[Any]) -> None:
-        self._kind, self._counts = type(optimizer).__name__, counts
+    def __init__(self, optimizer: Any, counts: Counting[Any], names: Sequence[str]) -> None:
+        self._counts = counts
+        self._kind = f"{type(optimizer).__name__} ({len(names)} tensors, such as {names[0]!r})"
         self._own = vars(optimizer)  # the instance's own attributes
         self._before = counts.steps, counts.unapplied
         self._ended: deque[str] = deque(maxlen=LOOKED_AT)
