@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
-from torch import Tensor
 from torch.optim import LBFGS
 
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.torch_training.group_settings import number_of
 
 
 def moved_by(optimizer: Any) -> Iterator[tuple[Any, bool]]:
@@ -18,9 +17,7 @@ def moved_by(optimizer: Any) -> Iterator[tuple[Any, bool]]:
     A rate that is a tensor on an accelerator waits for the device.
     """
     for group in optimizer.param_groups:
-        rate = group.get("lr")
-        is_number = isinstance(rate, Real) or (isinstance(rate, Tensor) and rate.numel() == 1)
-        moves = not is_number or bool(rate != 0)
+        moves = number_of(group.get("lr")) != 0.0
         for p in group["params"]:
             yield p, moves
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from horovod_topk.core.counting import Counting
+from horovod_topk.core.momentum_takeover import kind_of
 from horovod_topk.torch_training.stepping import takes_back
 
 log = logging.getLogger("horovod_topk")
@@ -47,7 +48,7 @@ class Unapplied:
 
     def __init__(self, optimizer: Any, counts: Counting[Any], names: Sequence[str]) -> None:
         self._counts = counts
-        self._kind = f"{type(optimizer).__name__} ({len(names)} tensors, such as {names[0]!r})"
+        self._kind = f"{kind_of(optimizer)} ({len(names)} tensors, such as {names[0]!r})"
         self._own = vars(optimizer)  # the instance's own attributes
         self._before = counts.steps, counts.unapplied
         self._ended: deque[str] = deque(maxlen=LOOKED_AT)
