@@ -44,7 +44,8 @@ from horovod_topk.torch_training.tracing import untraced
 class DDPState(CopiedState):
     """State of one model's communication hook, as `TopKEF.of(model)` returns it.
 
-    A copy of it, as in a pickled model, exchanges nothing: PyTorch does not register hooks again.
+    A copy of it, as in a pickled model, exchanges nothing: PyTorch does not register hooks again,
+    and `OfOneModel` keeps the copied model from training.
 
     Args:
         model: the model, without a communication hook.

@@ -22,6 +22,7 @@ from typing import Any
 
 import horovod.torch.elastic as hvd_elastic
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
+from torch.optim import Optimizer
 
 from horovod_topk.elastic import Manager, free_name
 from horovod_topk.elastic.leaving import HandsOver
@@ -73,7 +74,8 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
         kwargs: see `hvd.elastic.TorchState`; among them the `TopKEF` instance, under any name.
 
     Raises:
-        ConfigError: the class TopKEF was passed instead of an instance.
+        ConfigError: the class TopKEF was passed instead of an instance; or a learning-rate
+            scheduler, of which `sync()` would give all ranks but the first a copy.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,6 +84,13 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
                 raise ConfigError(
                     f"{name}=TopKEF is the class, whose residuals nobody could find",
                     cure="Make one, topk = TopKEF(), and give it to optimizer and state",
+                )
+            if hasattr(value, "step") and isinstance(getattr(value, "optimizer", None), Optimizer):
+                raise ConfigError(
+                    f"{name}= is a {type(value).__name__}, and Horovod's sync() replaces it by a "
+                    "copy on all ranks but the first, which drives a copy of the optimizer",
+                    cure="Keep it outside of the state, and its state_dict() inside, as "
+                    "docs/elastic.md shows",
                 )
         super().__init__(*args, **kwargs)
 

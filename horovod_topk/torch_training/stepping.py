@@ -151,6 +151,7 @@ def check_optimizer(optimizer: Any, names: Mapping[Any, str]) -> None:
         raise ConfigError(
             "the optimizer has not all parameters that the model trains, or has others",
             tensor=missing,
-            cure="Give each model one optimizer, of all that it trains; set requires_grad=False "
-            "for what is not trained before the model is distributed",
+            cure="Give each model one optimizer, of all that it trains: several, as Muon beside "
+            "AdamW, in a class around them, as docs/ddp.md shows. Set requires_grad=False for what "
+            "is not trained before the model is distributed",
         )

@@ -715,3 +715,26 @@ def test_a_parameter_that_is_trained_later_only(
         pytest.raises(UnsupportedOperationError, match=f"{named}.*without being exchanged"),
     ):
         take(task, optimizer, 1)
+
+
+def test_a_scheduler_stays_outside_of_an_elastic_state() -> None:
+    """And its state dict inside, as docs/elastic.md says."""
+    from horovod_topk.torch.elastic import TorchState
+
+    task, topk = Setup().task(), TopKEF(ratio=0.1)
+    optimizer = Setup().distributed(task, topk)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    parts = {"model": task, "optimizer": optimizer, "compression": topk}
+    with pytest.raises(ConfigError, match=r"scheduler= is a StepLR.*its state_dict\(\) inside"):
+        TorchState(**parts, scheduler=scheduler)
+    state = TorchState(**parts, schedule=scheduler.state_dict())
+    for step in range(4):
+        if step % 2 == 0:
+            state.sync()
+            scheduler.load_state_dict(state.schedule)
+        training.ordinary(task, optimizer, step)
+        scheduler.step()
+        state.schedule = scheduler.state_dict()
+        state.commit()
+    assert optimizer.param_groups[0]["lr"] == 0.05 / 16
+    assert_ranks_equal(task.parameters())
