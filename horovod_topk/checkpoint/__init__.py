@@ -10,6 +10,10 @@ In TensorFlow `TopKEF.of` works after the first step only: pass `load` the `TopK
 Residuals hold the parts of gradients that were not sent yet. A run that resumes without them loses
 these parts. A run that resumes with them is bitwise equal to a run that never stopped. Use a new
 folder for each checkpoint, which all ranks can read.
+
+`save` is local: it waits for no other rank. A checkpoint exists when the files of all ranks do, and
+`load` takes the newest one that is whole. A rank that replaces its file keeps the one before, so
+that the last checkpoint stays whole until the next one is.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,7 +45,9 @@ _written: dict[Path, tuple[weakref.ref[Any], int]] = {}
 def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") -> Path | None:
     """Write this rank's residuals to a file. Call it on every rank, between two steps.
 
-    The file is written completely or not at all. A file of the same name is replaced.
+    The file is written completely or not at all. If there is a file of the same name and of another
+    step, it is kept under another name until the next save: should another rank fail to write its
+    file, `load` goes back to these.
 
     Args:
         folder: the folder of this checkpoint; created if it is missing.
@@ -53,9 +59,10 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
 
     Raises:
         CheckpointError: another optimizer of this job has saved at the same step under this name,
-            or the name cannot be part of a file's name.
+            the name cannot be part of a file's name, or the file cannot be written.
     """
     _check_name(name)
+    _check_is_state(state)
     state = state.behind if isinstance(state, BaseCompressor) else state
     contents = state.state_dict()
     if not contents:
@@ -64,10 +71,13 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
     rank, ranks = state.place
     path = _path(Path(folder), name, rank, ranks)
     _check_not_anothers(path, state)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    shard.make_folder(path.parent)
     place = {"rank": rank, "ranks": ranks, "steps": state.steps}
     facts = {**place, "reduction": state.reduction, "tensors": state.tensors}
-    shard.write(path, shard.dump({**contents, **facts}, state.framework))
+    known = shard.peek(path).get("steps")
+    replaces = type(known) is int and known != state.steps
+    before = path.with_suffix(f".before{path.suffix}") if replaces else None
+    shard.write(path, shard.dump({**contents, **facts}, state.framework), before)
     _note_written(path, state)
     return path
 
@@ -84,24 +94,29 @@ def load(
     Files of another run with the same step, names and shapes are not detected.
 
     Args:
-        folder: the folder that was passed to `save`.
+        folder: the folder that was passed to `save`, or the folder of such folders. The newest
+            checkpoint that has the files of all ranks is loaded; a warning in the log names a newer
+            one that has not.
         state: as for `save`, of an optimizer with the same parameters. In TensorFlow before the
             first step: the `TopKEF` instance.
         name: the name that was passed to `save`.
-        strict: raise an error if something does not fit. False: log a warning instead, and start
+        strict: raise an error if something does not fit or the values of a residual cannot be
+            applied. False: log a warning instead, and start
             each tensor whose saved residual does not fit at zero. If this rank's file is missing,
             damaged or another rank's, or has a NaN, all its residuals start at zero, and only the
             count of committed steps and the ratio are read, from any file that is complete. In
             TensorFlow, False can be passed after the first step only.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another rank, step or version; or the
+        CheckpointError: no checkpoint has the files of all ranks, or a file is damaged, or of
+            another rank, step or version; or the
             job now has one rank, which compresses nothing and would lose the residuals. Nothing
             has changed.
         StateDictError: residuals do not fit the optimizer; nothing has changed. In TensorFlow
             before the first step, it is raised by the first step.
     """
     _check_name(name)
+    _check_is_state(state)
     if not state.active:
         _check_nothing_is_lost(Path(folder), name, state, strict=strict)
         return
@@ -127,6 +142,14 @@ def _check_name(name: str) -> None:
         raise CheckpointError(
             f"name={name!r} does not begin the name of a file",
             cure="Pass a word without slashes; folders belong into the first argument",
+        )
+
+
+def _check_is_state(state: State) -> None:
+    if not hasattr(state, "load_state_dict") or not hasattr(state, "framework"):
+        raise CheckpointError(
+            f"a {type(state).__name__} is no state of a compressor",
+            cure="Pass TopKEF.of(optimizer), under DDP TopKEF.of(model)",
         )
 
 
@@ -169,7 +192,7 @@ def _check_nothing_is_lost(folder: Path, name: str, state: State, *, strict: boo
     except NotAttachedError:  # before the first step in TensorFlow
         alone = True
     try:
-        saved = _saved_ranks(folder, name) if alone and strict else 0
+        saved = len(_newest(folder, name)) if alone and strict else 0
     except CheckpointError:  # a job of one rank saves no files
         saved = 0
     if saved:
@@ -184,13 +207,12 @@ def _check_nothing_is_lost(folder: Path, name: str, state: State, *, strict: boo
 def _whole_shards(folder: Path, name: str, framework: str) -> Iterator[dict[str, Any]]:
     """The contents of all readable files of a checkpoint, if all are of one step."""
     try:
-        saved = _saved_ranks(folder, name)
-        _check_steps([_path(folder, name, each, saved) for each in range(saved)])
+        paths = _newest(folder, name, strict=False)
     except CheckpointError:
         return
-    for each in range(saved):
+    for each, path in enumerate(paths):
         with suppress(CheckpointError):
-            yield _read_shard(_path(folder, name, each, saved), each, saved, framework)
+            yield _read_shard(path, each, len(paths), framework)
 
 
 def _path(folder: Path, name: str, rank: int, ranks: int) -> Path:
@@ -202,10 +224,10 @@ def _read(
 ) -> tuple[Path, dict[str, Any]]:
     """The path, and this rank's state dict: its own, or its share of all ranks' residuals."""
     rank, ranks = state.place
-    saved = _saved_ranks(folder, name)
-    _check_steps([_path(folder, name, each, saved) for each in range(saved)])
+    paths = _newest(folder, name, strict=strict)
+    saved, folder = len(paths), paths[0].parent
     if saved == ranks:
-        path = _path(folder, name, rank, ranks)
+        path = paths[rank]
         contents = _read_shard(path, rank, ranks, state.framework)
         if own:
             with naming(path):
@@ -219,7 +241,6 @@ def _read(
             cure=f"Load after the first step, or start {saved} ranks",
         )
     log.warning("TopKEF shares out what %d ranks saved in %s to %d", saved, folder, ranks)
-    paths = [_path(folder, name, each, saved) for each in range(saved)]
     shards = (
         (path, _read_shard(path, each, saved, state.framework)) for each, path in enumerate(paths)
     )
@@ -227,28 +248,92 @@ def _read(
     return folder, parts.share_out(shards, saved, own, job, state.framework)
 
 
-def _check_steps(paths: Sequence[Path]) -> None:
-    """Refuse files of different steps; files that cannot be read are ignored here."""
-    steps = {path.name: shard.peek(path).get("steps") for path in paths}
-    known = {each for each in steps.values() if type(each) is int}
-    if len(known) > 1:
+def _newest(folder: Path, name: str, *, strict: bool = True) -> list[Path]:
+    """Files of the newest checkpoint that has those of all ranks, in rank order.
+
+    strict: False: if no checkpoint is whole, the only one, with files that are missing.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    try:
+        return _newest_in(folder, name, strict=strict)[1]
+    except CheckpointError:
+        within = list[tuple[int, list[Path]]]()
+        for each in (
+            sorted(folder.iterdir()) if folder.is_dir() and not _found(folder, name) else ()
+        ):
+            with suppress(CheckpointError):
+                within.append(_newest_in(each, name, strict=True))
+        if not within:
+            raise
+        steps, paths = max(within, key=lambda each: each[0])
+        log.warning("TopKEF loads %s, of step %d, the newest whole one", paths[0].parent, steps)
+        return paths
+
+
+def _newest_in(folder: Path, name: str, *, strict: bool) -> tuple[int, list[Path]]:
+    """Step and files of the newest checkpoint in one folder; see `_newest`."""
+    found = _found(folder, name)
+    unreadable = {ranks: each for (ranks, steps), each in found.items() if steps < 0}
+    known = {key: unreadable.get(key[0], {}) | each for key, each in found.items()}
+    whole = {steps: each for (ranks, steps), each in sorted(known.items()) if len(each) == ranks}
+    newest = max((steps for _, steps in known), default=-1)
+    if whole:
+        steps = max(whole)
+        if steps < newest:
+            log.warning(
+                "TopKEF goes back to step %d in %s: not all ranks have saved step %d. Load the "
+                "model and the optimizer of the same step",
+                steps,
+                folder,
+                newest,
+            )
+        return steps, [whole[steps][rank] for rank in sorted(whole[steps])]
+    steps_of = {path.name: steps for (_, steps), each in known.items() for path in each.values()}
+    counts = sorted({ranks for ranks, _ in known})
+    if len(counts) != 1:
+        what = f"shards of jobs with {counts} ranks" if counts else "no shard"
         raise CheckpointError(
-            f"{paths[0].parent} has shards of different steps: {steps}",
+            f"{folder} has {what} by the name {name!r}",
+            cure="Give each checkpoint a folder of its own, and the one that checkpoint.save wrote "
+            "to",
+        )
+    if len({steps for _, steps in known if steps >= 0}) > 1:
+        raise CheckpointError(
+            f"{folder} has shards of different steps: {steps_of}",
             cure="Load an older checkpoint, and give each one a folder of its own",
         )
+    (ranks,), each = counts, known[counts[0], newest]
+    paths = [each.get(rank, _path(folder, name, rank, ranks)) for rank in range(ranks)]
+    if strict:
+        missing = ", ".join(paths[rank].name for rank in range(ranks) if rank not in each)
+        raise CheckpointError(
+            f"{folder} is no whole checkpoint: {missing}: No such file",
+            cure="Save on every rank, and load from a folder that holds the shards of all ranks",
+        )
+    return newest, paths
 
 
-def _saved_ranks(folder: Path, name: str) -> int:
-    """The number of ranks that saved the checkpoint, from the files' names."""
-    pattern = re.compile(rf"{re.escape(name)}-\d{{5}}-of-(\d{{5}})\.safetensors")
-    counts = {int(match[1]) for file in _files(folder) if (match := pattern.fullmatch(file))}
-    if len(counts) == 1:
-        return counts.pop()
-    found = f"shards of jobs with {sorted(counts)} ranks" if counts else "no shard"
-    raise CheckpointError(
-        f"{folder} has {found} by the name {name!r}",
-        cure="Give each checkpoint a folder of its own, and the one that checkpoint.save wrote to",
-    )
+def _found(folder: Path, name: str) -> dict[tuple[int, int], dict[int, Path]]:
+    """Files by (number of ranks, step) and rank; the step is -1 for files that are unreadable."""
+    pattern = re.compile(rf"{re.escape(name)}-(\d{{5}})-of-(\d{{5}})(\.before)?\.safetensors")
+    found: dict[tuple[int, int], dict[int, Path]] = {}
+    for file in sorted(_files(folder)):
+        if match := pattern.fullmatch(file):
+            facts, place = (
+                shard.peek(folder / file),
+                {"rank": int(match[1]), "ranks": int(match[2])},
+            )
+            steps, ranks = facts.get("steps"), place["ranks"]
+            if type(steps) is int:
+                _check_not_renamed(folder / file, place | facts, place)
+            elif match[3]:
+                continue
+            found.setdefault((ranks, steps if type(steps) is int else -1), {})[place["rank"]] = (
+                folder / file
+            )
+    return found
 
 
 def _files(folder: Path) -> list[str]:
@@ -271,12 +356,16 @@ def _read_shard(path: Path, rank: int, ranks: int, framework: str) -> dict[str, 
         ) from error
     contents = shard.parse(data, framework, str(path))
     check_place(contents, str(path))
-    if (contents["rank"], contents["ranks"]) != (rank, ranks):
+    _check_not_renamed(path, contents, {"rank": rank, "ranks": ranks})
+    return contents
+
+
+def _check_not_renamed(path: Path, facts: Mapping[str, Any], place: Mapping[str, int]) -> None:
+    if any(facts[key] != known for key, known in place.items()):
         raise CheckpointError(
-            f"{path} was saved by rank {contents['rank']} of {contents['ranks']}",
+            f"{path} was saved by rank {facts['rank']!r:.20} of {facts['ranks']!r:.20}",
             cure="Undo its renaming: every rank has to get its own residuals back",
         )
-    return contents
 
 
 def _own(state: State) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
         raise _foreign(where, f"its state is a {type(facts).__name__}")
     for state in _states(facts).values():
         _check_version(state, where)
-    if not _is_count(facts.get(COMMITTED, 0)):
+    if not is_count(facts.get(COMMITTED, 0)):
         raise _foreign(where, f"its {COMMITTED} is {facts[COMMITTED]!r}")
     try:
         for key in (RATES, LARGEST):
@@ -88,7 +88,7 @@ def _check_owner(owned: Any, where: str) -> None:
     if owned is None:
         return
     nodes, rank = owned.get("nodes"), owned.get("rank")
-    if not (_is_count(rank) and _is_count(owned.get("ranks")) and rank < owned["ranks"]):
+    if not (is_count(rank) and is_count(owned.get("ranks")) and rank < owned["ranks"]):
         raise _foreign(where, f"its shards are of rank {rank!r} of {owned.get('ranks')!r}")
     if nodes is not None and not (_is_nodes(nodes) and any(rank in node for node in nodes)):
         raise _foreign(where, f"its shards are of rank {rank} on nodes {nodes!r}")
@@ -133,26 +133,27 @@ def _foreign(where: str, problem: str, tensor: str | None = None) -> CheckpointE
     )
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 0 on that 64 bits hold."""
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_shapes(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(shape, list) and all(map(_is_count, shape)) for shape in value.values()
+        isinstance(shape, list) and all(map(is_count, shape)) for shape in value.values()
     )
 
 
 def _is_nodes(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(node, list) and node and all(map(_is_count, node)) for node in value
+        isinstance(node, list) and node and all(map(is_count, node)) for node in value
     )
 
 
 _FIELDS = {
-    "rank": _is_count,
-    "ranks": _is_count,
-    "steps": _is_count,
+    "rank": is_count,
+    "ranks": is_count,
+    "steps": is_count,
     "reduction": lambda value: value in ("average", "sum"),
     "tensors": _is_shapes,
 }

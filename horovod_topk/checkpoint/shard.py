@@ -13,6 +13,7 @@ velocities of momentum correction. Its metadata has
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -55,18 +56,47 @@ def dump(state: Mapping[str, Any], framework: str) -> bytes:
     return data[: match.start(1)] + digest + data[match.end(1) :]
 
 
-def write(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves either the old or the new one."""
+def make_folder(folder: Path) -> None:
+    """Create a folder for files, unless it exists.
+
+    Raises:
+        CheckpointError: it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"the folder {folder} cannot be created: {error.strerror} ({error.filename})",
+            cure="Give a folder, new or not, in which every rank may create files",
+        ) from error
+
+
+def write(path: Path, data: bytes, before: Path | None = None) -> None:
+    """Write a file so that a crash leaves either the old or the new one.
+
+    before: where to move the old file; None: it is replaced.
+
+    Raises:
+        CheckpointError: the file cannot be written; the old one is there still.
+    """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with draft.open("xb") as file:  # readable as the user's umask allows
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if before is not None:
+            path.replace(before)
         draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}",
+            cure="Give a folder in which every rank may create files, on a disk with free space",
+        ) from error
 
 
 def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
@@ -101,7 +131,15 @@ def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
             cure="Give the folder that checkpoint.save wrote to",
         ) from error
     contents.check(facts, tensors, where)
-    return _assemble(facts, _safetensors(framework).load(data))
+    library = _safetensors(framework)
+    try:
+        arrays = library.load(data)
+    except Exception as error:  # safetensors has an error of its own, which is no ValueError
+        raise CheckpointError(
+            f"{where} is no shard as this version writes them: {error}",
+            cure="Give the folder that checkpoint.save wrote to, or an older checkpoint",
+        ) from error
+    return _assemble(facts, arrays)
 
 
 def peek(path: Path) -> dict[str, Any]:

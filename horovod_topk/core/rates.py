@@ -42,6 +42,7 @@ are sent saturate, and the residual keeps the rest.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, Protocol
@@ -165,4 +166,4 @@ def is_unit(rate: Any) -> Any:
 
 
 def _is_rate(rate: object) -> bool:
-    return isinstance(rate, Real) and bool(is_unit(float(rate)))
+    return isinstance(rate, Real) and bool(is_unit(rate)) and rate <= sys.float_info.max

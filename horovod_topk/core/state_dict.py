@@ -28,6 +28,7 @@ STEPS = "steps"  # key in a saved shard: how many steps had ended
 OWNED, VELOCITY = "owned", "velocity"  # keys of state dicts within a state dict
 METHOD_STATE = "state."  # prefix of keys: a method's state, a state dict within a state dict
 SHARED = "shared"  # key in a method's state: whether it is equal on all ranks
+MOST_STEPS = 2**62  # committed steps that a state dict may count; 64 bits hold them
 OWNER = ("ranks", "rank", "nodes")  # keys that identify the owner of residuals of shards
 
 
@@ -242,13 +243,13 @@ def committed_of(state: Mapping[str, Any], otherwise: int) -> int:
     """The number of committed steps in a state dict, or `otherwise` if it has none.
 
     Raises:
-        StateDictError: the entry is not a whole number from 0 on.
+        StateDictError: the entry is not a whole number from 0 to 2^62 - 1.
     """
     committed = state.get(COMMITTED, otherwise)
-    if type(committed) is not int or committed < 0:
+    if type(committed) is not int or not 0 <= committed < MOST_STEPS:
         raise StateDictError(
-            f"the state dict says that {committed!r} steps were committed, which is no whole "
-            "number >= 0",
+            f"the state dict says that {committed!r:.60} steps were committed, which is no whole "
+            f"number from 0 to {MOST_STEPS - 1}",
             cure="Pass what state_dict() of a TopKEF compressor returned",
         )
     return committed
@@ -309,7 +310,7 @@ def _are_numbers(value: object) -> TypeGuard[list[float]]:
 def steps_of(state: Mapping[str, Any], otherwise: int) -> int:
     """The number of ended steps that `checkpoint.save` noted, or `otherwise`."""
     steps = state.get(STEPS, otherwise)
-    return steps if type(steps) is int else otherwise
+    return steps if type(steps) is int and 0 <= steps < MOST_STEPS else otherwise
 
 
 def owner_of(owned: Mapping[str, Any] | None) -> Mapping[str, object] | None:

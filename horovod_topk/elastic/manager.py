@@ -344,7 +344,7 @@ class Manager:
         for name in files:
             assert self._store is not None  # files are found in the store only
             try:
-                contents = self._store.read(name, framework)
+                contents = self._store.read(self._job, name, framework)
                 if contents["shapes"] != shapes:
                     raise StateDictError(
                         f"{name} is of other tensors", cure="Give each job a commit_dir of its own"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TextIO
 
 from horovod_topk.core.stats import StepCounters
 
@@ -61,14 +62,20 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._path = Path(path)
+        self._file = self._open()
 
     def __call__(self, counters: StepCounters) -> None:
-        """Write one step."""
+        """Write one step; open the file again if it was closed."""
+        if self._file.closed:
+            self._file = self._open()
         reason = {"fell_back": counters.fell_back} if counters.fell_back else {}
         line = {"step": counters.step, **as_dictionary(counters), **reason}
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; a later step opens it again."""
         self._file.close()
+
+    def _open(self) -> TextIO:
+        return self._path.open("a", buffering=1, encoding="utf-8")

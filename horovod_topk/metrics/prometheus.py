@@ -84,7 +84,7 @@ class Prometheus:
             self._fallbacks.labels(self._rank, counters.fell_back).inc()
 
     def close(self) -> None:
-        """Stop the endpoint."""
+        """Stop the endpoint; `registry` still counts steps."""
         if self.port is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -27,17 +27,24 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
         check_steps("every", every)
-        self._writer, self._every = EventFileWriter(str(folder)), every
+        self._folder, self._every = str(folder), every
+        self._writer: EventFileWriter | None = EventFileWriter(self._folder)
 
     def __call__(self, counters: StepCounters) -> None:
-        """Write the metrics of a step, if its number is a multiple of `every`."""
+        """Write the metrics of a step, if its number is a multiple of `every`.
+
+        After `close` they go to a new file of the same folder.
+        """
         if counters.step % self._every:
             return
         numbers = as_dictionary(counters).items()  # one event for all: an event a scalar costs more
         values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers]
         event = Event(step=counters.step, wall_time=time.time(), summary=Summary(value=values))
+        self._writer = self._writer or EventFileWriter(self._folder)
         self._writer.add_event(event)
 
     def close(self) -> None:
-        """Write pending metrics, and close the files."""
-        self._writer.close()
+        """Write pending metrics, and close the file; a later step opens a new one."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from horovod_topk.checkpoint import shard
 from horovod_topk.core.guard import Memory
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.stats import Stats
@@ -320,6 +321,63 @@ def test_a_damaged_file_is_counted_as_lost(
     job.lose([2])
     assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
     assert "is damaged or cut short" in caplog.text
+
+
+def spoiled(job: Job, **facts: Any) -> Path:
+    """The file of the job's last rank, with other facts and a digest that is right."""
+    assert job.commit_dir is not None
+    member = job.ranks[-1].manager._member.hex()
+    (file,) = job.commit_dir.glob(f"*{member}.safetensors")
+    state = shard.parse(file.read_bytes(), "numpy", "")
+    file.write_bytes(shard.dump({**state, **facts}, "numpy"))
+    return file
+
+
+LISTED = ["../beside", "/tmp/beside", "beside", "", "x/../../beside", 7, None]
+
+
+@pytest.mark.parametrize("name", LISTED, ids=repr)
+def test_what_a_file_lists_is_this_jobs_own_or_it_is_refused(
+    name: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Commits delete files that are listed as taken on."""
+    (tmp_path / "beside").write_text("of somebody else")
+    job = Job(3, "average", tmp_path / "commits")
+    (tmp_path / "commits").mkdir(exist_ok=True)
+    (tmp_path / "commits" / "beside").write_text("of somebody else")
+    job.step()
+    job.commit()
+    listed = str(tmp_path / "beside") if name == "/tmp/beside" else name
+    own = spoiled(job).name
+    spoiled(job, absorbed=[own.replace(own[-20:-12], "0" * 8), listed])
+    job.lose([2])
+    job.step()
+    job.commit()
+    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert "lists" in caplog.text
+    assert (tmp_path / "beside").exists()
+    assert (tmp_path / "commits" / "beside").exists()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        *({"units": wrong} for wrong in (0, -1, 2**40, 1.5, "3", None, True)),
+        *({"clock": wrong} for wrong in ([], [1], 3, None, ["1", None], [-1, None], [1, 2.0])),
+        *({"absorbed": wrong} for wrong in ("abc", 5, {"a": 1}, [["a"]])),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_rank_writes_are_refused(
+    facts: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(3, "average", tmp_path)
+    job.step()
+    job.commit()
+    spoiled(job, **facts)
+    job.lose([2], joining=1)
+    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert "is no file as a rank of this job writes it" in caplog.text
 
 
 def test_another_job_in_the_same_folder_is_left_alone(tmp_path: Path) -> None:

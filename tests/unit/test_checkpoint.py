@@ -103,7 +103,7 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(CheckpointError, match=r"cannot be written: No space.*free space"):
         save(trained(TORCH, "allgather", steps=5), tmp_path)
     assert [file.read_bytes() for file in sorted(tmp_path.iterdir())] == before
 
@@ -190,7 +190,7 @@ def rewrite(folder: Path, **facts: Any) -> None:
     [
         (renamed, "saved by rank 0 of 3"),
         (missing, "No such file"),
-        (of_two_jobs, r"shards of jobs with \[2, 3\] ranks"),
+        (of_two_jobs, "saved by rank 1 of 3"),
         (of_another_job, "saved by rank 0 of 3"),
         (emptied, "no shard"),
         (of_a_later_version, "version 2"),
@@ -345,10 +345,68 @@ def test_one_damaged_shard_of_another_job_is_enough(tmp_path: Path) -> None:
     assert kept(fresh) == before
 
 
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize("size", [RANKS, 2])
+def test_the_newest_whole_checkpoint_is_loaded(
+    tmp_path: Path, exchange: str, size: int, caplog: Any
+) -> None:
+    """One rank's disk is full, or the job is killed, while ranks replace a checkpoint."""
+    old, new = trained(TORCH, exchange), trained(TORCH, exchange, steps=5)
+    save(old, tmp_path)
+    for rank in ranks(new)[1:]:
+        checkpoint.save(tmp_path, rank)
+    loaded = trained(TORCH, exchange, steps=1, size=size)
+    for rank in ranks(loaded):
+        checkpoint.load(tmp_path, rank)
+    np.testing.assert_allclose(owed(loaded)["w"], owed(old)["w"], rtol=1e-6, atol=1e-6)
+    assert "goes back to step 3" in caplog.text
+    checkpoint.save(tmp_path, ranks(new)[0])  # now it is whole
+    for rank in ranks(loaded):
+        checkpoint.load(tmp_path, rank)
+    np.testing.assert_allclose(owed(loaded)["w"], owed(new)["w"], rtol=1e-6, atol=1e-6)
+
+
+def test_a_folder_of_checkpoints_has_a_newest_whole_one(tmp_path: Path, caplog: Any) -> None:
+    jobs = {steps: trained(TORCH, "allgather", steps=steps) for steps in (2, 10, 11)}
+    for steps, job in jobs.items():
+        for rank in ranks(job)[: 2 if steps == 11 else RANKS]:
+            checkpoint.save(tmp_path / f"step-{steps}", rank)
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
+    loaded = trained(TORCH, "allgather", steps=1)
+    for rank in ranks(loaded):
+        checkpoint.load(tmp_path, rank)
+    assert kept(loaded) == kept(jobs[10])
+    assert "step-10, of step 10" in caplog.text
+    for rank in ranks(loaded):  # also those whose own file is there
+        with pytest.raises(CheckpointError, match=r"no whole checkpoint: topkef-00002-of-00003"):
+            checkpoint.load(tmp_path / "step-11", rank)
+
+
+@pytest.mark.parametrize("where", ["file", "file/within", "link/within"])
+def test_a_folder_that_cannot_be_is_refused_by_name(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "file")
+    (state,) = ranks(trained(TORCH, "allgather"))[:1]
+    with pytest.raises(CheckpointError, match=r"cannot be created.*every rank may create files"):
+        checkpoint.save(tmp_path / where, state)
+    (tmp_path / "topkef-00000-of-00003.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        checkpoint.save(tmp_path, state)
+
+
+def test_a_model_is_no_state(tmp_path: Path) -> None:
+    for wrong in (object(), {"residuals": {}}, None):
+        with pytest.raises(CheckpointError, match=r"is no state.*TopKEF\.of\(optimizer\)"):
+            checkpoint.save(tmp_path, wrong)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match="is no state"):
+            checkpoint.load(tmp_path, wrong)  # type: ignore[arg-type]
+
+
 def test_shards_of_different_steps_are_refused(tmp_path: Path) -> None:
-    """A job that was killed while it replaced a checkpoint."""
+    """Files of two runs, or a job of a version that did not keep the file before."""
     save(trained(TORCH, "allgather"), tmp_path)
     checkpoint.save(tmp_path, ranks(trained(TORCH, "allgather", steps=5))[0])
+    (tmp_path / "topkef-00000-of-00003.before.safetensors").unlink()
     fresh = trained(TORCH, "allgather", steps=1)
     before = kept(fresh)
     for rank in ranks(fresh):

@@ -63,6 +63,27 @@ def gradients(seed: int, ranks: int = 2) -> list[dict[str, Any]]:
     ]
 
 
+def test_writers_that_are_closed_open_again(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "rank0.jsonl")
+    for step in (1, 2):
+        lines(replace(STEP, step=step))
+        lines.close()
+    written = (tmp_path / "rank0.jsonl").read_text().splitlines()
+    assert [json.loads(each)["step"] for each in written] == [1, 2]
+    tensorboard = pytest.importorskip("horovod_topk.metrics.tensorboard")
+    board = tensorboard.TensorBoard(tmp_path / "board")
+    for step in (1, 2):
+        board(replace(STEP, step=step))
+        board.close()
+        board.close()
+    assert len(list((tmp_path / "board").iterdir())) == 2
+    served = prometheus.Prometheus(0, 0)
+    served.close()
+    served(STEP)
+    served.close()
+    assert served.registry.get_sample_value("hvdtopk_sent_bytes_total", {"rank": "0"}) == 100
+
+
 # What a step measures.
 
 
