@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_topk.checkpoint import parts, shard
-from horovod_topk.checkpoint.contents import check_place
+from horovod_topk.checkpoint.contents import check_place, is_count
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core.base_compressor import ALONE, BaseCompressor, State
 from horovod_topk.core.state_dict import COMMITTED, owner_of
@@ -327,7 +327,8 @@ def _found(folder: Path, name: str) -> dict[tuple[int, int], dict[int, Path]]:
             )
             steps, ranks = facts.get("steps"), place["ranks"]
             if type(steps) is int:
-                _check_not_renamed(folder / file, place | facts, place)
+                own = {key: facts[key] for key in place if is_count(facts.get(key))}
+                _check_not_renamed(folder / file, place | own, place)
             elif match[3]:
                 continue
             found.setdefault((ranks, steps if type(steps) is int else -1), {})[place["rank"]] = (
@@ -363,7 +364,7 @@ def _read_shard(path: Path, rank: int, ranks: int, framework: str) -> dict[str, 
 def _check_not_renamed(path: Path, facts: Mapping[str, Any], place: Mapping[str, int]) -> None:
     if any(facts[key] != known for key, known in place.items()):
         raise CheckpointError(
-            f"{path} was saved by rank {facts['rank']!r:.20} of {facts['ranks']!r:.20}",
+            f"{path} was saved by rank {facts['rank']} of {facts['ranks']}",
             cure="Undo its renaming: every rank has to get its own residuals back",
         )
 

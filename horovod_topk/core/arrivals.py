@@ -90,6 +90,7 @@ their elements may be rounded to zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -103,7 +104,14 @@ ARRIVALS, ENERGY, LOST, FACTORS = "arrivals", "energy", "lost", "factors"  # sta
 NORMS = "norms"  # SGD's n
 OF_ADAM = (ARRIVALS, ENERGY, FACTORS, LOST)
 OF_SGD = (ARRIVALS, NORMS, FACTORS)  # FACTORS: min(1, 3/2 n / |G|)
-STATES = (*OF_ADAM, NORMS)
+RANGES = {  # the values that a state can have; a rank's D is negative where energy is gained
+    ARRIVALS: (0.0, 1.0),
+    ENERGY: (0.0, math.inf),
+    FACTORS: (0.0, 2.0),
+    LOST: (-math.inf, math.inf),
+    NORMS: (0.0, math.inf),
+}
+STATES = tuple(RANGES)
 SHARED = (ARRIVALS, ENERGY, FACTORS, NORMS)  # equal on all ranks
 CLASSES = 2  # of elements: those that arrive often, and the others
 OFTEN = 0.5  # phi above which an element arrives often

@@ -87,6 +87,16 @@ class Memory(NamedTuple):
 
 COMMON = (*Memory._fields[: Memory._fields.index("reports")], "skipped")  # equal on all ranks
 LENGTHS = len(Memory._fields) - 2, len(Memory._fields)  # of saved memories: of older versions, too
+SIGNED = {"level", "last", "least", "usual"}  # fields that may be negative
+
+
+def is_memory(numbers: Sequence[float]) -> bool:
+    """Whether finite numbers are a memory that a guard can have."""
+    known = Memory(*numbers)
+    negative = (value < 0 for name, value in known._asdict().items() if name not in SIGNED)
+    return known.stage in range(RETURNING + 1) and not any(negative)
+
+
 _SHOWN = {
     "trend": "the reported value has left its trend",
     "residual": "the norm of the residual is far above its usual share of the gradient's",

@@ -12,7 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
 from horovod_topk.core.state_dict import (
+    LARGEST,
     RELEASED,
+    SHARED,
     check_nothing_is_owed,
     check_state,
     pack_state,
@@ -151,7 +153,8 @@ class Part(Generic[Array]):
         specs = [
             s for s in self._held() if s.name not in gone and (names is None or s.name in names)
         ]
-        check_state(state, specs, self._ops, self.released)
+        largest = math.inf if SHARED in self.facts else LARGEST  # a method's own state, or not
+        check_state(state, specs, self._ops, self.released, largest)
         check_nothing_is_owed(state["residuals"], self.released, self._ops)
 
     def _held(self) -> list[TensorSpec]:

@@ -35,8 +35,10 @@ from horovod_topk.core.state_dict import (
     SHARED,
     VELOCITY,
     asked_of,
+    check_can_apply,
     check_origin,
     check_owner,
+    check_range,
     check_velocity,
     committed_of,
     decision_of,
@@ -393,8 +395,14 @@ class State(Counting[Array]):
         check_origin(state, [s for n, s in self.specs().items() if n in names], self.reduction)
         assert self.exchange is not None
         check_owner(self.exchange.owner if self.exchange.parts else None, state.get(OWNED))
+        if not self.config.error_feedback:
+            check_can_apply(state, type(self.config).__name__, self._ops)
         for key, part in self.parts.items():
-            if key.startswith(METHOD_STATE):
+            name = key.removeprefix(METHOD_STATE)
+            if name in STATES:  # what does not fit starts at zero
+                specs = [part.specs[each] for each in part.pieces if each in names]
+                check_range(name, _within(state, key), specs, self._ops)
+            elif key.startswith(METHOD_STATE):
                 _check_method_state(state, key, part, names)
             else:
                 part.check(_within(state, key), names)
@@ -425,8 +433,6 @@ def _check_method_state(
 ) -> None:
     """Refuse a state dict that lacks the method's own state, or has it for other settings."""
     name = key.removeprefix(METHOD_STATE)
-    if name in STATES:
-        return  # if it does not fit, it starts at zero
     if key not in state:
         raise StateDictError(
             f"the state dict has nothing for the method's {name}: another compressor saved it",

@@ -8,10 +8,12 @@ within it, under "owned" and "velocity". Arrays are those of one framework.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from horovod_topk.core.guard import LENGTHS
+from horovod_topk.core.arrivals import RANGES
+from horovod_topk.core.guard import LENGTHS, is_memory
 from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
 from horovod_topk.errors import StateDictError
 from horovod_topk.ops import Ops
@@ -28,6 +30,8 @@ STEPS = "steps"  # key in a saved shard: how many steps had ended
 OWNED, VELOCITY = "owned", "velocity"  # keys of state dicts within a state dict
 METHOD_STATE = "state."  # prefix of keys: a method's state, a state dict within a state dict
 SHARED = "shared"  # key in a method's state: whether it is equal on all ranks
+LARGEST = 1e18  # norm of a residual, at most: its square, and sums over ranks, fit float32
+ROUNDING = 1e-3  # share by which a value may exceed its range
 MOST_STEPS = 2**62  # committed steps that a state dict may count; 64 bits hold them
 OWNER = ("ranks", "rank", "nodes")  # keys that identify the owner of residuals of shards
 
@@ -94,13 +98,20 @@ def check_state(
     specs: Iterable[TensorSpec],
     ops: Ops[Any],
     besides: Collection[str] = (),
+    largest: float = LARGEST,
 ) -> None:
     """Refuse a state dict that is not of these tensors.
 
-    besides: names of other tensors that the state dict may have.
+    Args:
+        state: the state dict.
+        specs: the tensors.
+        ops: operations on its arrays.
+        besides: names of other tensors that the state dict may have.
+        largest: the norm that arrays may have, at most.
 
     Raises:
-        StateDictError: the version differs, or a tensor is missing, unknown or of another shape.
+        StateDictError: the version differs, a tensor is missing, unknown or of another shape, or
+            an array has a NaN or an infinity, or too large a norm.
     """
     absent = {"version", "shapes", "residuals"} - set(state)
     if absent:
@@ -115,7 +126,7 @@ def check_state(
         )
     known = set[str]()
     for spec in specs:
-        _check_tensor(spec, state, ops)
+        _check_tensor(spec, state, ops, largest)
         known.add(spec.name)
     for name in state["residuals"]:
         if name not in known and name not in besides:
@@ -126,7 +137,9 @@ def check_state(
             )
 
 
-def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> None:
+def _check_tensor(
+    spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any], largest: float
+) -> None:
     name, expected = spec.name, list(spec.shape)
     if name not in state["residuals"] or name not in state["shapes"]:
         raise StateDictError(
@@ -149,7 +162,15 @@ def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> 
             tensor=name,
             cure="Load the state into the model it was saved from, or call reset()",
         )
-    if not math.isfinite(ops.norm(_in_residual_dtype(residual, spec, ops))):
+    norm = ops.norm(_in_residual_dtype(residual, spec, ops))
+    if math.isfinite(norm) and norm > largest:
+        raise StateDictError(
+            f"the state dict's residual has a norm of {norm:.3g}, and at most {largest:.3g} can be "
+            "added to gradients of all ranks and squared without an overflow",
+            tensor=name,
+            cure="Load an earlier state, or call reset()",
+        )
+    if not math.isfinite(norm):
         raise StateDictError(
             f"the state dict's residual has a NaN or an infinity, or becomes one in "
             f"{RESIDUAL_DTYPE[spec.dtype]}",
@@ -225,6 +246,60 @@ def released_of(state: Mapping[str, Any]) -> set[str]:
     return set(released)
 
 
+def check_can_apply(state: Mapping[str, Any], method: str, ops: Ops[Any]) -> None:
+    """Refuse residuals for a method that keeps none: it would send them once, altered.
+
+    Raises:
+        StateDictError: a residual is not zero.
+    """
+    for part in (state, state.get(OWNED, {})):
+        for name, residual in part.get(RESIDUALS, {}).items():
+            norm = ops.norm(residual)
+            if norm != 0.0:
+                raise StateDictError(
+                    f"the state dict's residual has a norm of {norm:.3g}, and {method} with these "
+                    "settings keeps no residual (error feedback), only zeros",
+                    tensor=name,
+                    cure="Load it with the compressor that saved it and send all residuals first, "
+                    "by set_ratio(1.0) and one step; or pass strict=False to checkpoint.load, "
+                    "which starts at zero",
+                )
+
+
+def check_range(
+    name: str, within: Mapping[str, Any], specs: Iterable[TensorSpec], ops: Ops[Any]
+) -> None:
+    """Refuse values that a method's state cannot have; arrays of other shapes are ignored.
+
+    name: a key of `core.arrivals.RANGES`.
+
+    Raises:
+        StateDictError: a value is a NaN or an infinity, or out of the state's range.
+    """
+    least, most = RANGES[name]
+    for spec in specs:
+        array = within.get(RESIDUALS, {}).get(spec.name)
+        if array is None or not spec.numel or ops.numel(array) != spec.numel:
+            continue
+        flat: Any = _in_residual_dtype(array, spec, ops)
+        ends: list[float] = []
+        if math.isfinite(ops.norm(flat)):
+            both = (ops.largest(each, spec.numel) for each in (flat * -1.0, flat))
+            low, high = (
+                struct.unpack("<f", ops.to_host(ops.pack_values(each, "float32")))[0]
+                for each in both
+            )
+            if least <= -low and high <= most * (1.0 + ROUNDING):
+                continue
+            ends = [-low, high]
+        shown = f"values from {ends[0]:.3g} to {ends[1]:.3g}" if ends else "a NaN or an infinity"
+        raise StateDictError(
+            f"the state dict's {name} have {shown}, and can only be from {least:g} to {most:g}",
+            tensor=spec.name,
+            cure="Load an earlier state, or one that this package wrote",
+        )
+
+
 def check_velocity(kept: bool, state: Mapping[str, Any]) -> None:
     """Refuse a state dict that lacks velocities, or whose velocities would be lost.
 
@@ -290,13 +365,19 @@ def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
     """What a guard remembered when a state dict was made; (): nothing.
 
     Raises:
-        StateDictError: it is not a list of as many finite numbers.
+        StateDictError: it is not a list of as many finite numbers, or a counter is out of range.
     """
     memory = state.get(GUARD, [])
     if not (_are_numbers(memory) and len(memory) in (0, *LENGTHS)):
         raise StateDictError(
             f"the state dict says that a guard remembers {memory!r}, which is not a list of "
             f"{LENGTHS[-1]} finite numbers",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    if memory and not is_memory(memory):
+        raise StateDictError(
+            f"the state dict says that a guard remembers {memory!r}, of which a counter is "
+            "negative or the stage is none",
             cure="Pass what state_dict() of a TopKEF compressor returned",
         )
     return memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle.backends import TENSORFLOW, TORCH, Backend
+from oracle.backends import NUMPY, TENSORFLOW, TORCH, Backend, each_backend
 from oracle.checkpoints import ranks, resigned, save
 from oracle.world import World
 
@@ -20,6 +21,11 @@ from horovod_topk.core.base_compressor import ALONE
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.reshard import pending
 from horovod_topk.errors import CheckpointError, StateDictError, TopKError
+from horovod_topk.methods.dense import Dense
+from horovod_topk.methods.qsgd import QSGD
+from horovod_topk.methods.randomk import RandomK
+from horovod_topk.methods.signsgd import SignSGD
+from horovod_topk.methods.terngrad import TernGrad
 from horovod_topk.methods.topk import TopK
 
 SPECS = [TensorSpec("w", (37, 30), "float32"), TensorSpec("läyer/b", (3,), "float32")]
@@ -563,3 +569,114 @@ def test_warm_up_goes_on_where_it_was_saved(size: int, strict: bool, tmp_path: P
         checkpoint.load(tmp_path, rank, strict=strict)
         assert compressor.ratio == 0.2
         assert compressor.state_dict()["committed"] == 3
+
+
+# Values that are loaded.
+
+KEEP_NONE = [
+    TernGrad(min_numel=0),
+    SignSGD(majority=True, min_numel=0),
+    RandomK(ratio=0.1, error_feedback=False, min_numel=0),
+    QSGD(bits=2, block=4096, error_feedback=False, min_numel=0),
+]
+
+
+@each_backend
+@pytest.mark.parametrize("method", KEEP_NONE, ids=lambda method: type(method).__name__)
+def test_residuals_are_refused_where_none_are_kept(backend: Backend, method: Any) -> None:
+    """Such a method would send them once, altered."""
+    world = World(make_plan(SPECS, method), 2, backend)
+    state = world.ranks[0].state_dict()
+    world.ranks[0].load_state_dict(state)  # its own are zero
+    state["residuals"]["w"] = backend.array(np.full(37 * 30, 0.5, "f4"), "float32")
+    with pytest.raises(StateDictError, match=r"'w'.*norm of 16.7.*keeps no residual.*set_ratio"):
+        world.ranks[0].load_state_dict(state)
+    assert not world.residuals()[0]["w"].any()
+    keeping = World(make_plan(SPECS, Dense(min_numel=0, exchange="allgather")), 2, backend)
+    keeping.ranks[0].load_state_dict({**state, "committed": 1})
+    assert keeping.residuals()[0]["w"].all()
+
+
+@pytest.mark.parametrize("size", [RANKS, 2])
+def test_a_checkpoint_of_residuals_starts_at_zero_where_none_are_kept_if_asked(
+    tmp_path: Path, size: int
+) -> None:
+    save(trained(TORCH, "allgather"), tmp_path)
+    job = World(make_plan(SPECS, TernGrad(min_numel=0)), size, TORCH)
+    for rank in ranks(job):
+        with pytest.raises(StateDictError, match="keeps no residual"):
+            checkpoint.load(tmp_path, rank)
+        checkpoint.load(tmp_path, rank, strict=False)
+    assert not any(array.any() for part in job.residuals() for array in part.values())
+
+
+@each_backend
+@pytest.mark.parametrize("value", [1e38, -1e30, 1e17, math.nan])
+def test_residuals_that_would_overflow_are_refused(backend: Backend, value: float) -> None:
+    world = trained(backend, "sharded", steps=0)
+    state = world.ranks[0].state_dict()
+    before = kept(world)
+    for part in (state, state["owned"]):
+        one = np.zeros(backend.ops.numel(part["residuals"]["w"]), "f4")
+        one[:40] = value
+        bad = {**part, "residuals": {**part["residuals"], "w": backend.array(one, "float32")}}
+        bad = bad if part is state else {**state, "owned": bad}
+        if value == 1e17:
+            world.ranks[0].load_state_dict(bad)
+            continue
+        with pytest.raises(StateDictError, match=r"'w'.*(at most 1e\+18 can be added|has a NaN)"):
+            world.ranks[0].load_state_dict(bad)
+        assert kept(world) == before
+
+
+WRONG = {
+    "arrivals": (-0.25, 1.5, math.nan),
+    "energy": (-1.0, math.inf),
+    "factors": (-0.5, 2.5),
+    "lost": (math.inf,),
+    "norms": (-1e-3, math.nan),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("by_arrivals", ["sgd", "adam"])
+def test_values_that_a_state_cannot_have_are_refused(backend: Backend, by_arrivals: str) -> None:
+    beta2 = {"beta2": 0.999} if by_arrivals == "adam" else {}
+    config = TopK(0.1, min_numel=0, by_arrivals=by_arrivals, **beta2)
+    world = World(make_plan(SPECS, config), 2, backend)
+    state = world.ranks[0].state_dict()
+    world.ranks[0].load_state_dict(state)
+    states = {key.removeprefix("state."): part for key, part in state.items() if "state." in key}
+    assert set(states) <= set(WRONG)
+    for name, part in states.items():
+        for value in WRONG[name]:
+            values = np.zeros(backend.ops.numel(part["residuals"]["w"]), "f4")
+            values[-1] = value
+            residuals = {**part["residuals"], "w": backend.array(values, "float32")}
+            bad = {**state, f"state.{name}": {**part, "residuals": residuals}}
+            with pytest.raises(StateDictError, match=f"'w'.*{name} have .*can only be from"):
+                world.ranks[0].load_state_dict(bad)
+    lost = {"lost": -3.0, "arrivals": 1.0, "factors": 2.0, "energy": 1e30, "norms": 1e30}
+    for name, part in states.items():
+        values = np.full(backend.ops.numel(part["residuals"]["w"]), lost[name], "f4")
+        residuals = {**part["residuals"], "w": backend.array(values, "float32")}
+        world.ranks[0].load_state_dict({**state, f"state.{name}": {**part, "residuals": residuals}})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"committed": 2**63},
+        {"committed": -1},
+        {"guard": [9.0, *[0.0] * 20]},
+        {"guard": [0.5, *[0.0] * 20]},
+        {"guard": [*[0.0] * 7, -1.0, *[0.0] * 13]},
+        {"rates": {"w": 10**400}},
+        {"rates": {"w": -0.1}},
+    ],
+    ids=str,
+)
+def test_numbers_that_a_state_cannot_have_are_refused(wrong: dict[str, Any]) -> None:
+    world = trained(NUMPY, "allgather", steps=0)
+    with pytest.raises(StateDictError):
+        world.ranks[0].load_state_dict({**world.ranks[0].state_dict(), **wrong})
