@@ -11,10 +11,13 @@ from horovod_topk.cli.options import (
     add_compressors,
     add_device,
     add_model,
+    add_optimizer,
     add_selection,
-    announce,
+    check_ranks,
     method_of,
+    optimizer_of,
     whole,
+    with_optimizer,
 )
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import EXCHANGES
@@ -42,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, MODELS)
     add_device(parser)
     add_selection(parser)
+    add_optimizer(parser)
     add_ratios(parser)
     add_compressors(parser)
     add("--ranks", type=whole, default=8, help="ranks, 2 or more (default: %(default)s)")
@@ -58,8 +62,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the table; return 2 if the options allow none."""
     try:
         specs = specs_of(args.model, args.device)
-        _check(args)
-        announce(args.ranks)
+        check_ranks(args.ranks, args.local_size)
         plans = {values: _plan(args, specs, values) for values in VALUES}
         rows = list(table(args, plans))
         others = [_other(args, specs, parse(text)) for text in args.compressor]
@@ -72,7 +75,8 @@ def main(args: argparse.Namespace) -> int:
     print(f"{count(args.ranks, 'rank')} on {count(len(nodes.ranks), 'node')}", end="")
     print(f", ratio {args.ratio:g}", end="")
     print(f"{''.join(f', {each}' for each in args.ratios)}", end="")
-    print(f", {gradients_on(plans['float32'], args.device)}: bytes a step")
+    print(f", {gradients_on(plans['float32'], args.device)}: bytes a step ", end="")
+    print(with_optimizer(optimizer_of(args.optimizer)))
     print(f"{'exchange':<14}{'values':<10}{'a rank sends':>14}{'leave a node':>14}", end="")
     print(f"{'of dense':>11}{'of fp16':>10}")
     leaving = dense if len(nodes.ranks) > 1 else 0  # a ring leaves each node once
@@ -93,13 +97,6 @@ def gradients_on(plan: Plan, device: str) -> str:
     return f"gradients on a {'GPU' if device == 'cuda' else 'CPU'} ({indices.pop()} indices)"
 
 
-def _check(args: argparse.Namespace) -> None:
-    if args.ranks < 2:
-        raise ValueError(f"--ranks {args.ranks}: give 2 or more; one rank exchanges nothing")
-    if args.local_size < 1:
-        raise ValueError(f"--local-size {args.local_size}: give 1 or more ranks a node")
-
-
 def table(
     args: argparse.Namespace, plans: dict[str, Plan]
 ) -> Iterator[tuple[str, str, Busiest, bool]]:
@@ -113,7 +110,9 @@ def table(
         kinds.remove("hierarchical")  # it equals the allgather
     ranks = {kind: Ranks(kind, nodes) for kind in kinds}
     found = {v: {k: ranks[k].busiest(plan) for k in kinds} for v, plan in plans.items()}
-    taken = {v: fewest({k: most.node_bytes for k, most in of.items()}) for v, of in found.items()}
+    adapts = optimizer_of(args.optimizer) is not None  # then "auto" leaves hierarchical out
+    autos = [kind for kind in kinds if kind != "hierarchical" or not adapts]
+    taken = {v: fewest({k: found[v][k].node_bytes for k in autos}) for v in plans}
     for kind in kinds:
         for values in VALUES:
             yield kind, values, found[values][kind], taken[values] == kind
@@ -135,6 +134,7 @@ def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Pla
         exchange="auto",  # valid with every setting, as all exchanges are listed
         gather_ratio=args.gather_ratio,
         min_numel=args.min_numel,
+        by_arrivals=optimizer_of(args.optimizer),
         ratios=parse_ratios(args.ratios),
     )
     return make_plan(specs, config)
@@ -143,5 +143,5 @@ def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Pla
 def _line(exchange: str, values: str, sent: int, leaving: int, dense: int) -> str:
     """A row; compares bytes that leave a node, or bytes that a rank sends on a single node."""
     times = dense / (leaving or sent)
-    head = f"{exchange:<14}{values:<10}{sent:>14,}{leaving:>14,}"
+    head = f"{exchange:<14}{values:<10}{sent:>14,} {leaving:>13,}"
     return f"{head}{times:>10.1f}x{times / 2:>9.1f}x"

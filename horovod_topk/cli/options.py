@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
-import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from horovod_topk.config import split_deferred
+from horovod_topk.config import ADAM, SGD, split_deferred
 from horovod_topk.core.substitute import Substitute
 from horovod_topk.cost.machine import DEVICES
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.methods.topk import TopK
 
-MANY = 64  # ranks above which the bytes take long to compute
+MOST_RANKS = 16_384  # more than the largest jobs have
+MOST_LOCAL = 128  # ranks of a node
+OPTIMIZERS = {SGD: "SGD with momentum", ADAM: "Adam or AdamW"}  # those whose steps TopKEF adapts
+PLAIN = "none"  # value of `--optimizer` for plain error feedback
 
 _OPTION = re.compile(r"--[a-z][a-z-]*")
 _NEGATIVE = re.compile(r"-[\d.]")
@@ -136,6 +139,67 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--optimizer`; `optimizer_of` takes the parsed value."""
+    parser.add_argument(
+        "--optimizer",
+        choices=(*OPTIMIZERS, PLAIN),
+        help="optimizer of the training: TopKEF() adapts the steps of sgd (with momentum) and adam "
+        f"(also AdamW); {PLAIN}: plain error feedback, as with momentum=0 and other optimizers "
+        f"(default: {SGD})",
+    )
+
+
+def optimizer_of(asked: str | None) -> str | None:
+    """The optimizer whose steps are adapted, as in `Settings.by_arrivals`; None: none."""
+    return {None: SGD, PLAIN: None}.get(asked, asked)
+
+
+def with_optimizer(optimizer: str | None) -> str:
+    """The optimizer, as a part of a sentence."""
+    return f"with {OPTIMIZERS[optimizer]}" if optimizer else "with plain error feedback"
+
+
+def check_ranks(ranks: int, local_size: int) -> None:
+    """Check the options `--ranks` and `--local-size`.
+
+    Raises:
+        ValueError: there are too few or too many.
+    """
+    if ranks < 2:
+        raise ValueError(f"--ranks {ranks}: give 2 or more; one rank exchanges nothing")
+    check_whole("--ranks", ranks, 2, MOST_RANKS)
+    check_whole("--local-size", local_size, 1, MOST_LOCAL, " ranks a node")
+
+
+def check_whole(option: str, value: int, least: int, most: int, unit: str = "") -> None:
+    """Check that an option's whole number lies within limits.
+
+    Raises:
+        ValueError: it does not; names the option, the value and the limit.
+    """
+    if value < least:
+        raise ValueError(f"{option} {_short(value)}: give {least:,} or more{unit}")
+    if value > most:
+        raise ValueError(f"{option} {_short(value)}: give {most:,}{unit} at most")
+
+
+def check_positive(option: str, value: float | None, most: float = math.inf) -> None:
+    """Check that an option's number, if given, is finite, above 0 and not above a limit.
+
+    Raises:
+        ValueError: it is not; names the option, the value and the limit.
+    """
+    if value is not None and not (0 < value <= most and math.isfinite(value)):
+        limit = "" if math.isinf(most) else f" and {most:,.0f} at most"
+        raise ValueError(f"{option} {value:g}: give a number above 0{limit}")
+
+
+def _short(value: int) -> str:
+    text = str(value)
+    return text if len(text) < 40 else f"{text[:20]}... ({len(text)} digits)"
+
+
 def add_compressors(parser: argparse.ArgumentParser) -> None:
     """Add the option `--compressor`; `method_of` takes the parsed values."""
     parser.add_argument(
@@ -159,9 +223,3 @@ def method_of(asked: Substitute) -> Method:
     method = METHODS[asked.name]
     settings, _ = split_deferred({**method.for_training, **asked.settings})
     return method(**settings)
-
-
-def announce(ranks: int) -> None:
-    """Print why the command takes long: it computes the payloads of each owner separately."""
-    if ranks > MANY:
-        print(f"computing the payloads of {ranks:,} owners ...", file=sys.stderr)

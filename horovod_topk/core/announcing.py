@@ -25,7 +25,13 @@ from horovod_topk.core.momentum import correct
 from horovod_topk.core.plan import BucketPlan, lay_out
 from horovod_topk.core.residual import Arenas
 from horovod_topk.methods.dense import Dense
-from horovod_topk.methods.protocol import Announced, Piece, TensorSpec, numbers_of
+from horovod_topk.methods.protocol import (
+    Announced,
+    AnnouncingCodec,
+    Piece,
+    TensorSpec,
+    numbers_of,
+)
 from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
@@ -42,6 +48,8 @@ def announcement(plans: Sequence[BucketPlan]) -> BucketPlan | None:
         the method announces nothing.
     """
     first, *_ = plans
+    if not isinstance(first.config, AnnouncingCodec):
+        return None
     parts = []
     for position, piece in enumerate(first.tensors):
         count = sum(numbers_of(plan.config, plan.tensors[position]) for plan in plans)

@@ -31,12 +31,25 @@ class Nodes:
 
     ranks: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Ranks on each node."""
         return tuple(map(len, self.ranks))
 
-    @property
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """A node of each kind: the others of its kind send as much in every exchange.
+
+        They have as many ranks, of which the same ones come before a rank of another node.
+        """
+        spots, count = self._spots, sum(self.sizes)
+        found: dict[tuple[bool, ...], tuple[int, ...]] = {}
+        for place, node in enumerate(self.ranks):
+            leaves = tuple(spots[(rank + 1) % count][0] != place for rank in node)
+            found.setdefault(leaves, node)
+        return tuple(found.values())
+
+    @cached_property
     def owners(self) -> int:
         """Owners of shards on every node: as many as the smallest node has ranks."""
         return min(self.sizes)

@@ -91,6 +91,13 @@ def shard_numel(numel: int, parts: int, first: int) -> int:
     return blocks * SHARD_BLOCK + (rest if whole % parts == first else 0)
 
 
+def size_changes(name: str, numel: int, parts: int) -> set[int]:
+    """The owners whose shards of a tensor may be of another size than those of the owner before."""
+    begin = -first_block(name, parts, 0) % parts  # owner of the first block
+    turn = numel // SHARD_BLOCK % parts
+    return {(begin + each) % parts for each in (0, turn, turn + 1)}
+
+
 def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
     """Split a bucket among `parts` owners."""
     scatter, back = _leg(bucket, parts, "scatter"), _leg(bucket, parts, "gather")

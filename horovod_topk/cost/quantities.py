@@ -7,6 +7,7 @@ import re
 
 RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+FASTEST, LONGEST = 1e15, 1e6  # bit/s, s
 
 
 def bits_per_second(text: str) -> float:
@@ -21,7 +22,10 @@ def bits_per_second(text: str) -> float:
             f"{text!r} is not a bandwidth: give a number above 0 with its unit, such as 100mbit, "
             "2.5gbit or 10gbit"
         )
-    return float(found[1]) * RATES[found[2]]
+    bandwidth = float(found[1]) * RATES[found[2]]
+    if bandwidth > FASTEST:
+        raise ValueError(f"{shown(text)} is too fast: give 1,000 Tbit/s at most")
+    return bandwidth
 
 
 def seconds(text: str) -> float:
@@ -36,7 +40,15 @@ def seconds(text: str) -> float:
             f"{text!r} is not a time: give a number of 0 or more with its unit, such as 62.5ms, "
             "50us or 1.2s"
         )
-    return float(found[1]) * TIMES[found[2]]
+    time = float(found[1]) * TIMES[found[2]]
+    if time > LONGEST:
+        raise ValueError(f"{shown(text)} is too long: give 1,000,000 s at most")
+    return time
+
+
+def shown(text: str) -> str:
+    """A value for an error, shortened if it is long."""
+    return repr(text if len(text) < 40 else f"{text[:20]}...")
 
 
 def count(number: int, noun: str) -> str:

@@ -7,11 +7,9 @@ take no extra time.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horovod_topk.cost.collective_cost import CollectiveCost
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.strategies import Piece, Strategy, Work
 
@@ -66,34 +64,27 @@ def step(strategy: Strategy, machine: Machine, training: Training, *, overlap: b
     overlap: whether gradients are exchanged while backward computes others. Without overlap all
     gradients are computed, then all are sent, then all are decoded.
     """
-    if not overlap:
-        return _timed(strategy, machine, training, FUSION_BYTES, overlap=False)
-    fused = [_timed(strategy, machine, training, limit, overlap=True) for limit in FUSED_BYTES]
-    return min(fused, key=lambda each: each.seconds)
-
-
-def _timed(
-    strategy: Strategy, machine: Machine, training: Training, limit: int, *, overlap: bool
-) -> Step:
-    """Predict a step in which at most `limit` bytes are fused."""
     slowdown = machine.slowdown(training.ranks_per_node)
     before = [seconds(piece.before, machine) * slowdown for piece in strategy.pieces]
     after = [seconds(piece.after, machine) * slowdown for piece in strategy.pieces]
     computed = training.compute + sum(before)
     ready = _ready(strategy.pieces, before, training) if overlap else [computed] * len(before)
-    exchange, sent_at, clock = 0.0, 0.0, ready[-1]
-    for group in _groups(strategy.pieces, limit):
-        collective = functools.reduce(
-            CollectiveCost.fused, (strategy.pieces[i].collective for i in group)
-        )
-        taken = collective.seconds(machine.network, slowdown)
-        exchange += taken
-        sent_at = max(sent_at, ready[group[-1]]) + taken
-        if overlap:
-            clock = max(clock, sent_at) + sum(after[i] for i in group)
-    if not overlap:
-        clock = sent_at + sum(after)
-    return Step(training.compute, sum(before) + sum(after), exchange, clock)
+
+    def timed(limit: int) -> Step:
+        """Predict a step in which at most `limit` bytes are fused."""
+        exchange, sent_at, clock = 0.0, 0.0, ready[-1]
+        for group, collective in strategy.collectives(limit):
+            taken = collective.seconds(machine.network, slowdown)
+            exchange += taken
+            sent_at = max(sent_at, ready[group[-1]]) + taken
+            if overlap:
+                clock = max(clock, sent_at) + sum(after[group.start : group.stop])
+        if not overlap:
+            clock = sent_at + sum(after)
+        return Step(training.compute, sum(before) + sum(after), exchange, clock)
+
+    fused = [timed(limit) for limit in (FUSED_BYTES if overlap else [FUSION_BYTES])]
+    return min(fused, key=lambda each: each.seconds)
 
 
 def seconds(work: Work, machine: Machine) -> float:
@@ -117,17 +108,3 @@ def _ready(pieces: Sequence[Piece], before: Sequence[float], training: Training)
         clock += backward * piece.elements / elements + computed
         ready.append(clock)
     return ready
-
-
-def _groups(pieces: Sequence[Piece], limit: int) -> Iterator[range]:
-    """Positions of pieces that are sent in one collective, in order."""
-    first, room = 0, 0
-    for position, piece in enumerate(pieces):
-        size = piece.fusion_bytes
-        if position and (size is None or size > room):
-            yield range(first, position)
-            first = position
-        if first == position:
-            room = limit
-        room -= limit if size is None else size
-    yield range(first, len(pieces))

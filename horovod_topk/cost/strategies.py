@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from horovod_topk.config import ADAM, EXCHANGES, SGD
 from horovod_topk.core.nodes import Nodes
@@ -66,6 +68,35 @@ class Strategy:
     def name(self) -> str:
         """The name in tables."""
         return f"{self.exchange} {self.values}"
+
+    def collectives(self, limit: int) -> list[tuple[range, CollectiveCost]]:
+        """The collectives of a step that fuses at most `limit` bytes: pieces and cost of each."""
+        if limit not in self._fused:
+            each = [piece.collective for piece in self.pieces]
+            self._fused[limit] = [
+                (group, functools.reduce(CollectiveCost.fused, each[group.start : group.stop]))
+                for group in _groups(self.pieces, limit)
+            ]
+        return self._fused[limit]
+
+    @cached_property
+    def _fused(self) -> dict[int, list[tuple[range, CollectiveCost]]]:
+        """What `collectives` has computed, by its limit."""
+        return {}
+
+
+def _groups(pieces: Sequence[Piece], limit: int) -> Iterator[range]:
+    """Positions of pieces that are sent in one collective, in order."""
+    first, room = 0, 0
+    for position, piece in enumerate(pieces):
+        size = piece.fusion_bytes
+        if position and (size is None or size > room):
+            yield range(first, position)
+            first = position
+        if first == position:
+            room = limit
+        room -= limit if size is None else size
+    yield range(first, len(pieces))
 
 
 def dense(specs: Sequence[TensorSpec], nodes: Nodes) -> Strategy:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from horovod_topk.core.exchange import Collective, Exchange, Pending
 from horovod_topk.core.exchange.hierarchical import Groups, HierarchicalExchange
+from horovod_topk.core.exchange.reduce import ReduceExchange
 from horovod_topk.core.exchange.selection import fewest, make_exchange
 from horovod_topk.core.exchange.sharded import ShardedExchange
 from horovod_topk.core.nodes import Location, Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
-from horovod_topk.core.shards import NodePlan
+from horovod_topk.core.shards import NodePlan, ShardedPlan
+from horovod_topk.cost import owners
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,36 @@ def exchange_of(
 ) -> Exchange[bytes]:
     """Return a rank's exchange, to count its bytes; in_rounds: `Method.in_rounds`."""
     collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
+    if kind in ("sharded", "reduce"):
+        made = _Sharded(collective, nodes)
+        return ReduceExchange(made, collective) if in_rounds else made
     return make_exchange(kind, collective, nodes, in_rounds=in_rounds)
 
 
-class _AsRank(HierarchicalExchange[bytes]):
-    """A rank's hierarchical exchange; ranks share split plans, which take long to compute."""
+class _Sharded(ShardedExchange[bytes]):
+    """A sharded exchange whose plans count bytes only."""
 
-    def __init__(self, nodes: Nodes, rank: int, plans: dict[bytes, NodePlan]) -> None:
+    def _shard(self, bucket: BucketPlan) -> ShardedPlan:
+        return owners.shard(bucket, self.ranks)
+
+
+class _AsRank(HierarchicalExchange[bytes]):
+    """A rank's hierarchical exchange; ranks share what their first one has computed."""
+
+    def __init__(self, nodes: Nodes, rank: int, first: _AsRank | None) -> None:
         collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
-        super().__init__(collective, Groups.of(collective, nodes))
-        self._plans = plans
+        super().__init__(collective, Groups(nodes, rank, None, None))
+        self._owners: dict[bytes, tuple[list[int], list[int]]] = {}  # by the plan's digest
+        if first is not None:
+            self._plans, self._owners = first._plans, first._owners
+
+    def _by_owner(self, plan: Plan) -> tuple[list[int], list[int]]:
+        if plan.digest not in self._owners:
+            self._owners[plan.digest] = super()._by_owner(plan)
+        return self._owners[plan.digest]
+
+    def _shard(self, bucket: BucketPlan) -> NodePlan:
+        return owners.shard_sums(bucket, self.groups.nodes)
 
 
 @dataclass(frozen=True)
@@ -99,8 +121,8 @@ class Ranks:
         if kind == "hierarchical":
             firsts = {len(node): node for node in reversed(nodes.ranks)}
             ranks = sorted(rank for node in firsts.values() for rank in node)
-            plans: dict[bytes, NodePlan] = {}
-            self._exchanges = [_AsRank(nodes, rank, plans) for rank in ranks]
+            first = _AsRank(nodes, ranks[0], None)
+            self._exchanges = [first, *(_AsRank(nodes, rank, first) for rank in ranks[1:])]
 
     def busiest(self, plan: Plan) -> Busiest:
         """Return the largest bytes of any rank in a step."""

@@ -13,6 +13,7 @@ from horovod_topk.cost.strategies import Strategy
 
 TOO_COARSE = "sign"  # training diverged, or, corrected, lost 12% with one seed: docs/frontier.md
 SECOND = " In this exchange owners select a second time, which costs accuracy: docs/frontier.md."
+AS_FAST = 1.01  # factor to the fastest step: the plan is not more precise
 UNCHECKED = " (by formulas that no measurement has confirmed)"
 
 
@@ -55,38 +56,69 @@ def rows(
     ]
 
 
-def judge(table: Sequence[Row], *, overlap: bool) -> Verdict:
+def judge(
+    table: Sequence[Row],
+    *,
+    overlap: bool,
+    setting: str = "",
+    caveat: str = "",
+    default: str | None = None,
+) -> Verdict:
     """Compare dense with the fastest of our exchanges in `rows`, except those of `TOO_COARSE`.
 
-    The text also names other compressors that are faster than both.
+    Of exchanges that are about as fast as the fastest, the default is taken, or else the one that
+    sends least. The text also gives the default's time, and other compressors that are faster.
 
-    overlap: whether to compare steps with overlap, or steps without.
+    Args:
+        table: the rows, dense first.
+        overlap: whether to compare steps with overlap, or steps without.
+        setting: the optimizer that is planned for, as a part of a sentence; may be empty.
+        caveat: why the verdict is rough.
+        default: name of the strategy that `TopKEF()` without arguments is, if it is in the table.
     """
 
     def taken(row: Row) -> Step:
         return row.overlapped if overlap else row.alone
 
+    def order(row: Row) -> tuple[bool, bool, int]:
+        is_slow = taken(row).seconds > AS_FAST * least
+        return is_slow, row.strategy.name != default, row.strategy.node_bytes
+
     dense = table[0]
     ours = [row for row in table if row.strategy.ours and row.strategy.values != TOO_COARSE]
-    best = min(ours, key=lambda row: taken(row).seconds)
+    least = min(taken(row).seconds for row in ours)
+    best = min(ours, key=order)
     slow, fast = taken(dense), taken(best)
     others = {_title(row): taken(row) for row in table[1:] if not row.strategy.ours}
     besides = _besides(others, min(slow.seconds, fast.seconds))
+    bare = next((row for row in ours if row.strategy.name == default and row is not best), None)
+    itself = "" if bare is None else _itself(bare, slow, taken(bare))
+    rough = f" Rough: {caveat}." if caveat else ""
     how = "with overlap" if overlap else "without overlap"
-    if fast.seconds < slow.seconds:
-        return Verdict(True, _pays(best, slow, fast, how) + besides)
-    return Verdict(False, _does_not_pay(best, slow, fast, how) + besides)
+    pays = fast.seconds < slow.seconds
+    text = (_pays if pays else _does_not_pay)(best, slow, fast, how, setting)
+    return Verdict(pays, text + itself + besides + rough)
 
 
-def _pays(best: Row, slow: Step, fast: Step, how: str) -> str:
+def _pays(best: Row, slow: Step, fast: Step, how: str, setting: str) -> str:
     where = "" if best.faster is None else f", and pays {written(best.faster)}"
     chosen = f"exchange={best.strategy.exchange!r}, values={best.strategy.values!r}"
     return (
         f"compress: {chosen} makes a step "
         f"{slow.seconds / fast.seconds:.2f} times faster than dense ({milliseconds(slow.seconds)} "
-        f"to {milliseconds(fast.seconds)} ms, {how}){where}."
+        f"to {milliseconds(fast.seconds)} ms, {how}){setting}{where}."
         + _within(best)
         + (SECOND if best.strategy.exchange == "sharded" else "")
+    )
+
+
+def _itself(bare: Row, slow: Step, fast: Step) -> str:
+    """A sentence about the default, where another exchange is faster."""
+    factor = slow.seconds / fast.seconds
+    beside = f"{factor:.2f} times faster" if factor > 1 else f"{1 / factor:.2f} times slower"
+    return (
+        f" TopKEF() itself ({bare.strategy.name}) takes {milliseconds(fast.seconds)} ms: {beside} "
+        "than dense."
     )
 
 
@@ -107,7 +139,7 @@ def _title(row: Row) -> str:
     return "Horovod's own fp16" if row.strategy.exchange == "allreduce" else row.strategy.name
 
 
-def _does_not_pay(best: Row, slow: Step, fast: Step, how: str) -> str:
+def _does_not_pay(best: Row, slow: Step, fast: Step, how: str, setting: str) -> str:
     saved, spent = slow.exchange - fast.exchange, fast.kernels - slow.kernels
     if saved <= 0:
         reason = (
@@ -122,7 +154,8 @@ def _does_not_pay(best: Row, slow: Step, fast: Step, how: str) -> str:
         )
     where = f" It would pay {written(best.faster)}." if best.faster else ""
     return (
-        f"do not compress: dense takes {milliseconds(slow.seconds)} ms a step ({how}), the fastest "
-        f"of ours ({best.strategy.name}) {milliseconds(fast.seconds)} ms: {reason}."
+        f"do not compress: dense takes {milliseconds(slow.seconds)} ms a step ({how}), "
+        f"the fastest of ours ({best.strategy.name}) {milliseconds(fast.seconds)} ms{setting}: "
+        f"{reason}."
         f"{where}{_within(best)}"
     )

@@ -240,6 +240,10 @@ class Method(Settings):
         """Set the pieces' positions in a payload from byte `at` on; also return the end."""
         return list(pieces), at
 
+    def body_end(self, pieces: Sequence[Any], at: int) -> int:
+        """The byte at which the body of `lay_out` ends."""
+        return self.lay_out(pieces, at)[1]
+
     def why_whole(self, piece: Piece) -> str | None:
         """Why a piece is sent whole, in one line; None: it is not."""
         if not piece.whole:

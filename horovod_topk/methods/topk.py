@@ -204,6 +204,21 @@ class TopK(Codec):
 
     def lay_out(self, pieces: Sequence[Any], at: int) -> tuple[list[Piece], int]:
         """`Codec.lay_out`: values of all tensors, then their indices by kind."""
+        position, end = self._sections(pieces, at)
+        placed: list[Piece] = []
+        for piece in pieces:
+            index_at = position[piece.index] if piece.index else 0
+            placed.append(replace(piece, at=position[None], index_at=index_at))
+            position[None] += coding.value_bytes(self._kind_of(piece), piece.k)
+            position[piece.index] += coding.index_bytes(piece.index, piece.numel, piece.k)
+        return placed, end
+
+    def body_end(self, pieces: Sequence[Any], at: int) -> int:
+        """`Method.body_end`."""
+        return self._sections(pieces, at)[1]
+
+    def _sections(self, pieces: Sequence[Any], at: int) -> tuple[dict[str | None, int], int]:
+        """Where the values and each kind of indices begin, and the end of the body."""
         sizes = dict.fromkeys(KINDS, 0)
         for piece in pieces:
             sizes[None] += coding.value_bytes(self._kind_of(piece), piece.k)
@@ -212,13 +227,7 @@ class TopK(Codec):
         for kind in KINDS:
             position[kind] = end
             end = -(-(end + sizes[kind]) // SECTION) * SECTION
-        placed: list[Piece] = []
-        for piece in pieces:
-            index_at = position[piece.index] if piece.index else 0
-            placed.append(replace(piece, at=position[None], index_at=index_at))
-            position[None] += coding.value_bytes(self._kind_of(piece), piece.k)
-            position[piece.index] += coding.index_bytes(piece.index, piece.numel, piece.k)
-        return placed, end
+        return position, end
 
     def why_whole(self, piece: Any) -> str | None:
         """`Codec.why_whole`."""

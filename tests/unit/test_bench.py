@@ -19,7 +19,7 @@ from horovod_topk.cli.bench.figures import figures, read_result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.methods import DEFAULT, SETTINGS, method_of, parse_methods
 from horovod_topk.cli.bench.picture import draw
-from horovod_topk.cli.bench.runners import compressor
+from horovod_topk.cli.bench.runners import build, compressor
 from horovod_topk.cli.bench.script import time_script
 from horovod_topk.cli.bench.table import table
 from horovod_topk.cli.files import check_writable
@@ -395,3 +395,32 @@ def test_a_picture_of_several_bandwidths(tmp_path: Path) -> None:
 def test_a_result_survives_a_file() -> None:
     found = result(method("none", 0.1), method("dense", 0.2))
     assert table(json.loads(json.dumps(found))) == table(found)
+
+
+# Verdict
+
+
+def test_loopback_is_no_network() -> None:
+    """Ranks of one host: a factor over dense says nothing about a cluster."""
+    timed = method("none", 0.0), method("dense", 1.14), method("topk", 0.1)
+    alone = table({**result(*timed), "hosts": 1}).splitlines()[-1]
+    assert alone.startswith("verdict: none. All ranks share one host, and loopback is no network:")
+    assert "11.4x says nothing about hosts" in alone
+    apart = table(result(*timed)).splitlines()[-1]
+    assert apart == "verdict: topk exchanges 11.4x faster than dense."
+    slow = table(result(*timed[:2], method("topk", 2.28))).splitlines()[-1]
+    assert slow == "verdict: topk exchanges 2.0x slower than dense."
+    nothing = table(result(*timed[:2])).splitlines()[-1]
+    assert nothing == "verdict: none, as dense and a compressor were not both timed."
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", None])
+def test_the_optimizer_of_every_method(optimizer: str | None) -> None:
+    model = GivenGradients(Weights.of(SPECS, rank=0), 0, None, 0)
+    made = build(method_of("none"), model, 0, optimizer).optimizer
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW, None: torch.optim.SGD}
+    assert type(made) is kinds[optimizer]
+    assert made.defaults.get("momentum", 0) == (0.9 if optimizer == "sgd" else 0)
+    told = table({**result(method("none", 0.0)), "optimizer": optimizer}).splitlines()[0]
+    words = {"sgd": "SGD with momentum", "adam": "Adam or AdamW", None: "plain error feedback"}
+    assert told.endswith(f", with {words[optimizer]}")

@@ -14,8 +14,9 @@ import pytest
 
 from horovod_topk import cli
 from horovod_topk.cli.models import known_specs
-from horovod_topk.core.exchange import hierarchical, sharded
+from horovod_topk.cli.options import MOST_LOCAL, MOST_RANKS
 from horovod_topk.core.plan import BucketPlan, make_plan
+from horovod_topk.cost import owners
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import VALUES, TopK
 
@@ -115,7 +116,10 @@ def test_the_adapter_plans_the_same_for_a_tensor_that_is_not_on_the_cpu(
 
 def test_nodes_make_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
     """Two nodes of four: the busiest node's bytes, and what `auto` makes of them."""
-    assert cli.main(["bytes", "--ratio", "0.01", "--ranks", "8", "--local-size", "4"]) == 0
+    two = ["bytes", "--ratio", "0.01", "--ranks", "8", "--local-size", "4"]
+    assert cli.main(two) == 0
+    assert taken(capsys.readouterr().out) == {"sharded"}  # hierarchical does not adapt SGD's steps
+    assert cli.main([*two, "--optimizer", "none"]) == 0
     text = capsys.readouterr().out
     assert "8 ranks on 2 nodes" in text
     assert taken(text) == {"hierarchical"}
@@ -139,7 +143,7 @@ def test_buckets_are_split_once_for_each_kind_of_values(
 ) -> None:
     """That takes long where there are many ranks, and was done for each rank and each question."""
     split = []
-    for module, name in ((sharded, "shard"), (hierarchical, "shard_sums")):
+    for module, name in ((owners, "shard"), (owners, "shard_sums")):
         original = getattr(module, name)
 
         def count(bucket: BucketPlan, parts: Any, original: Any = original) -> Any:
@@ -280,9 +284,33 @@ def test_who_reads_one_line_gets_one_line() -> None:
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-def test_many_ranks_take_time_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    path = ["--model", "resnet18", "--ratios", "*=dense"]
-    assert cli.main(["bytes", *path, "--ranks", "65"]) == 0
-    assert "65 owners" in capsys.readouterr().err
-    assert cli.main(["bytes", *path, "--ranks", "2"]) == 0
-    assert not capsys.readouterr().err
+@pytest.mark.parametrize("local_size", [1, MOST_LOCAL])
+def test_the_most_ranks_have_a_table(local_size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """In less than a second: owners whose shards are equally large share a plan."""
+    nodes = ["--ranks", str(MOST_RANKS), "--local-size", str(local_size)]
+    assert cli.main(["bytes", "--model", "resnet18", *nodes]) == 0
+    assert f"{MOST_RANKS:,} ranks on " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["bytes"], ["plan", "--compute", "1s"]])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "1000000000"], "--ranks 1000000000: give 16,384 at most"),
+        (["--ranks", "9" * 4000], "--ranks 99999999999999999999... (4000 digits): give 16,384"),
+        (["--ranks", "0"], "--ranks 0: give 2 or more"),
+        (["--local-size", "129"], "--local-size 129: give 128 ranks a node at most"),
+        (["--ratio", "nan"], "ratio=nan lies outside (0, 1]"),
+        (["--ratio", "inf"], "ratio=inf lies outside (0, 1]"),
+        (["--gather-ratio", "0"], "gather_ratio=0.0 lies outside (0, 1]"),
+        (["--min-numel", "-1"], "min_numel=-1"),
+        (["--ratios", "*=nan"], "nan"),
+    ],
+)
+def test_numbers_outside_their_limits(
+    command: list[str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, *arguments]) == 2
+    text = capsys.readouterr().err
+    assert message in text
+    assert text.count("\n") == 1

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from horovod_topk.cli.models import known_specs
+from horovod_topk.core import shards
+from horovod_topk.core.announcing import announced_bytes
 from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.cost import machine as machines
-from horovod_topk.cost import powersgd
+from horovod_topk.cost import owners, powersgd
 from horovod_topk.cost.collective_cost import HEADERS, CollectiveCost, ring_allreduce
 from horovod_topk.cost.crossover import Span, faster, written
 from horovod_topk.cost.fit import Sample, fit, least_squares
@@ -92,6 +95,28 @@ def test_bytes_are_those_of_traffic(kind: str, nodes: object, values: str) -> No
     each = [exchange_of(kind, nodes, rank).traffic(plan) for rank in range(sum(nodes.sizes))]
     assert strategy.sent_bytes == max(traffic.sent_bytes for traffic in each)
     assert {strategy.node_bytes} == {traffic.node_bytes for traffic in each}
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7, 33, 300])
+@pytest.mark.parametrize("config", [TopK(gather_ratio=0.005, exchange="sharded"), TernGrad()])
+def test_owners_of_one_kind_share_a_plan(parts: int, config: TopK | TernGrad) -> None:
+    """The bytes and entries of each owner are those of the plan that ranks use."""
+    bucket = make_plan(SPECS, config).buckets[-1]
+    ours, theirs = owners.shard(bucket, parts), shards.shard(bucket, parts)
+    assert ours.scatter_bytes == theirs.scatter_bytes
+    assert ours.gather_bytes == theirs.gather_bytes
+    assert announced_bytes(ours.scatter) == announced_bytes(theirs.scatter)
+    nodes = nodes_of(2 * parts, parts)
+    sums, ranks_sums = (each.shard_sums(bucket, nodes).sums for each in (owners, shards))
+    for mine, real in ((ours.back, theirs.back), (sums, ranks_sums)):
+        assert [each.entries for each in mine] == [each.entries for each in real]
+        assert mine[0].layout == real[0].layout
+    assert [each.numel for each in sums] == [each.numel for each in ranks_sums]
+
+
+def test_nodes_of_a_kind_send_as_much() -> None:
+    nodes = Nodes(((0, 2), (1, 3), (4, 5), (6, 7), (8,)))
+    assert nodes.kinds == ((0, 2), (4, 5), (8,))
 
 
 def test_uneven_nodes_have_few_owners() -> None:

@@ -36,6 +36,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     head, *_, verdict = text.splitlines()
     assert head.startswith("resnet18: 11,689,512 float32 in 62 tensors, 8 ranks on 8 nodes")
     assert verdict.startswith(("compress: ", "do not compress: "))
+    assert ", with SGD with momentum, gradients on a CPU" in head
+    (default,) = (line for line in text.splitlines() if line.endswith("  TopKEF()"))
+    assert default.startswith("allgather     int4 ")
     for strategy in ("allreduce     float16", "PowerSGD      rank 4", "sharded       int4"):
         assert strategy in text
     assert "constants: " in text
@@ -102,9 +105,10 @@ def test_bytes_are_those_of_the_command_bytes(
         for strategy in strategies
         if strategy["exchange"] != "PowerSGD"
     }
+    listed = {row: each for row, each in listed.items() if row[0] != "hierarchical"}
     # of the rank with most of them; of dense, the whole model's
     assert planned == listed
-    assert len(strategies) == 3 + len(VALUES) * (2 if local_size == 1 else 3)
+    assert len(strategies) == 3 + len(VALUES) * 2
 
 
 def test_json_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +195,8 @@ def test_momentum_correction_and_adapted_steps_take_time_and_no_process_sets(
     capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     nodes = ("--ranks", "8", "--local-size", "4", "--values", "int4")
-    plain, corrected = found(capsys, *nodes), found(capsys, *nodes, option)
+    plain = found(capsys, *nodes, "--optimizer", "none")
+    corrected = found(capsys, *nodes, option)
     assert {strategy["exchange"] for strategy in plain["strategies"]} - {
         strategy["exchange"] for strategy in corrected["strategies"]
     } == {"hierarchical"}
@@ -213,6 +218,18 @@ def test_momentum_correction_and_adapted_steps_take_time_and_no_process_sets(
         (["--ranks", "1"], "--ranks 1: give 2 or more; one rank exchanges nothing"),
         (["--local-size", "0"], "--local-size 0: give 1 or more"),
         (["--powersgd", "0"], "--powersgd 0: give 1 or more"),
+        (["--powersgd", "65537"], "--powersgd 65537: give 65,536 at most"),
+        (["--crowd", "0", "--cores", "2"], "--crowd 0: give 1 or more"),
+        (["--crowd", "99999", "--cores", "2"], "--crowd 99999: give 16,384 at most"),
+        (["--forward", "nan"], "--forward nan: give a share from 0 to 1"),
+        (["--cores", "nan"], "--cores nan: give a number above 0"),
+        (["--cores", "inf"], "--cores inf: give a number above 0"),
+        (["--cores", "1e-300"], "--cores 1e-300: give 0.01 or more"),
+        (["--compute", "9" * 400 + "s"], "give 1,000,000 s at most"),
+        (["--latency", "1000001s"], "--latency '1000001s' is too long: give 1,000,000 s at most"),
+        (["--bandwidth", "1001tbit"], "'1001tbit' is too fast: give 1,000 Tbit/s at most"),
+        (["--local-bandwidth", "9" * 400 + "bit"], "give 1,000 Tbit/s at most"),
+        (["--momentum", "--optimizer", "adam"], "TopKEF does one of the two; give one"),
         (["--bandwidth", "fast"], "--bandwidth 'fast' is not a bandwidth: give a number above 0"),
         (["--bandwidth", "-1gbit"], "--bandwidth '-1gbit' is not a bandwidth: give a number above"),
         (["--latency", "5"], "--latency '5' is not a time: give a number of 0 or more with its"),
@@ -326,6 +343,28 @@ def test_the_table_says_what_it_assumes(device: str, capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert "assume that nothing overlaps (--no-overlap)" in text
     assert "ms, without overlap)" in text
+
+
+def test_the_default_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """At 25 Gbit/s plain error feedback pays; `TopKEF()` adapts SGD's steps, and does not."""
+    fast = ["--model", "resnet50", "--bandwidth", "25gbit"]
+    bare, plain = found(capsys, *fast), found(capsys, *fast, "--optimizer", "none")
+    assert bare == found(capsys, *fast, "--optimizer", "sgd")
+    assert (bare["adapted"], bare["compress"], bare["default"]) == ("sgd", False, "allgather int4")
+    assert " ms with SGD with momentum: its exchange takes " in bare["verdict"]
+    assert " TopKEF() itself (allgather int4) takes 134 ms: 1.33 times slower" in bare["verdict"]
+    assert (plain["adapted"], plain["compress"]) == (None, True)
+    assert " with overlap) with plain error feedback, and pays below " in plain["verdict"]
+    adam = found(capsys, *fast, "--optimizer", "adam")
+    assert not adam["compress"]
+    assert " ms with Adam or AdamW: " in adam["verdict"]
+    assert found(capsys, *fast, "--ratio", "0.01")["default"] is None
+
+
+def test_a_verdict_on_a_gpu_names_the_cpus_constants(capsys: pytest.CaptureFixture[str]) -> None:
+    rough = " Rough: CPU kernel constants are applied to a GPU's compute time"
+    assert rough in found(capsys, "--device", "cuda")["verdict"]
+    assert "Rough" not in found(capsys)["verdict"]
 
 
 @pytest.mark.parametrize("command", ["doctor", "bytes", "bench", "plan"])

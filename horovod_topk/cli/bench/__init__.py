@@ -17,12 +17,19 @@ from horovod_topk.cli.bench.figures import read_result
 from horovod_topk.cli.bench.methods import DEFAULT, DEFAULT_OF_SCRIPT, KINDS, Method, parse_methods
 from horovod_topk.cli.files import check_picture, check_writable, prints
 from horovod_topk.cli.models import MODELS, specs_of
-from horovod_topk.cli.options import add_model, given, whole
+from horovod_topk.cli.options import (
+    add_model,
+    add_optimizer,
+    check_whole,
+    given,
+    whole,
+)
 from horovod_topk.cost.quantities import bits_per_second
 from horovod_topk.errors import TopKError
 
 SHORTHAND = "topk-int4, topk-int8-sharded or topk:values=int8,exchange=sharded"
 CALL = "'QSGD(bits=2)'"
+MOST_ROUNDS, MOST_IDLE = 100_000, 10_000
 
 
 DESCRIPTION = (
@@ -35,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add_model(parser, MODELS)
+    add_optimizer(parser)
     add(
         "--methods",
         default=None,
@@ -155,8 +163,8 @@ def _check_idle(args: argparse.Namespace, methods: Sequence[Method]) -> None:
 def _check(args: argparse.Namespace) -> None:
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: a median needs at least 1")
-    if args.idle_parameters < 0:
-        raise ValueError(f"--idle-parameters {args.idle_parameters}: give 0 or more")
+    check_whole("--rounds", args.rounds, 1, MOST_ROUNDS)
+    check_whole("--idle-parameters", args.idle_parameters, 0, MOST_IDLE)
     if args.script is None and args.arguments:
         raise ValueError(f"{' '.join(args.arguments)}: arguments of what? Give --script as well")
     if args.script is not None:
@@ -172,3 +180,5 @@ def _check_script(args: argparse.Namespace) -> None:
         raise ValueError(f"--script {args.script}: no such file")
     if args.compute is not None or args.idle_parameters:
         raise ValueError("--script computes by itself: leave out --compute and --idle-parameters")
+    if args.optimizer is not None:
+        raise ValueError("--script has an optimizer of its own: leave out --optimizer")

@@ -37,7 +37,9 @@ def _fill(axes: Axes, runs: Sequence[Result]) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("link of each host")
     axes.set_ylabel("exchange, seconds a step (bars: least and most)")
-    axes.set_title(f"{runs[0]['model']}, {runs[0]['ranks']} ranks on {runs[0]['hosts']} hosts")
+    first = runs[0]
+    where = f"{first['hosts']} hosts" if first["hosts"] > 1 else "one host: loopback, no network"
+    axes.set_title(f"{first['model']}, {first['ranks']} ranks on {where}")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

@@ -23,9 +23,10 @@ from horovod_topk.cli.bench.methods import NONE, Method
 from horovod_topk.cli.bench.picture import check_comparable, draw
 from horovod_topk.cli.bench.runners import build
 from horovod_topk.cli.bench.script import check, time_script
-from horovod_topk.cli.bench.table import table
+from horovod_topk.cli.bench.table import SCRIPT, table
 from horovod_topk.cli.machine import machine
 from horovod_topk.cli.models import Shape
+from horovod_topk.cli.options import optimizer_of
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.reporting import launched_rank
 
@@ -68,6 +69,7 @@ def main(
     if hvd.rank() == 0:
         found = _result(args, shapes, everyone, taken)
         found["rate"] = rate or (nic.bandwidth_of(interface) if interface else None)
+        found["optimizer"] = SCRIPT if args.script else optimizer_of(args.optimizer)
         found["counter"] = counted and nic.counter(counted)
         _report(args, found, beside)
     return 0
@@ -95,7 +97,8 @@ def _of_shapes(
         runners = {}
         for ordinal, method in enumerate(methods):
             model = GivenGradients(shared, hvd.rank(), compute, args.idle_parameters)
-            runners[method.name] = build(method, model, ordinal)
+            optimizer = optimizer_of(args.optimizer)
+            runners[method.name] = build(method, model, ordinal, optimizer)
         taken = race(runners, args.rounds, counted)
         runners.clear()
         gc.collect()  # delete DDP's objects before their process group

@@ -20,6 +20,7 @@ import horovod_topk.ddp
 import horovod_topk.torch
 from horovod_topk.cli.bench.gradients import GivenGradients
 from horovod_topk.cli.bench.methods import OTHER, STEADY, TOPK, Method
+from horovod_topk.config import ADAM, SGD
 from horovod_topk.torch.collective import rest_until_done
 
 LEARNING_RATE = 1e-9  # weights nearly stay the same with any gradients
@@ -54,16 +55,23 @@ class Runner:
         self.model.draw()
 
 
-def build(method: Method, model: GivenGradients, ordinal: int) -> Runner:
+def build(
+    method: Method, model: GivenGradients, ordinal: int, optimizer: str | None = SGD
+) -> Runner:
     """Make the runner of a method.
 
     Args:
         method: the method.
         model: the runner's model.
         ordinal: number of the runner, for unique names of collectives.
+        optimizer: the optimizer, as `options.optimizer_of` returns it; None: SGD without momentum.
     """
-    own = method.own_momentum
-    plain = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=own)
+    plain: Plain
+    if optimizer == ADAM:
+        plain = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    else:
+        own = method.own_momentum if optimizer == SGD else 0.0
+        plain = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=own)
     return BUILDERS[method.kind](method, model, plain, f"bench.{ordinal}")
 
 

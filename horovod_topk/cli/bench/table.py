@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from horovod_topk.cli.bench.figures import Figures, Result, dense_of, figures
-from horovod_topk.cli.bench.methods import NONE
+from horovod_topk.cli.bench.methods import KINDS, NONE, TOPK
+from horovod_topk.cli.options import with_optimizer
 from horovod_topk.cost.quantities import count, rate
 
+SCRIPT = "script"  # value of "optimizer" in results of a script
 HEAD = ("", "step, s", "exchange, s", "from", "to", "CPU, s", "faster", "card, bytes", "fewer")
 
 
 def table(result: Result) -> str:
     """The table, with a line about the run above it and notes below it."""
     rows = [HEAD, *rows_of(result)]
-    return "\n".join([heading(result), *aligned(rows), *notes(result)])
+    return "\n".join([heading(result), *aligned(rows), *notes(result), verdict(result)])
 
 
 def heading(result: Result) -> str:
@@ -28,9 +30,29 @@ def heading(result: Result) -> str:
         parts.append(f"{rate(result['rate'])} a host")
     if result["compute"]:
         parts.append(f"backward {result['compute']} s")
+    optimizer = result.get("optimizer", SCRIPT)
+    if optimizer != SCRIPT:
+        parts.append(with_optimizer(optimizer))
     if result["idle parameters"]:
         parts.append(f"{result['idle parameters']} idle parameters")
     return ", ".join(parts)
+
+
+def verdict(result: Result) -> str:
+    """A sentence about the first compressor of this package beside dense."""
+    found = figures(result)
+    kinds = {*KINDS} - {TOPK}
+    dense, ours = dense_of(found), next((each for each in found if each not in kinds), None)
+    factor = found[ours].faster(dense) if ours is not None else None
+    if result["hosts"] == 1:
+        claim = "verdict: none. All ranks share one host, and loopback is no network"
+        if factor is not None:
+            claim += f": {times(factor)} says nothing about hosts"
+        return f"{claim}. Time it on several hosts, or ask `horovod-topk plan`."
+    if factor is None:
+        return "verdict: none, as dense and a compressor were not both timed."
+    beside = "faster" if factor > 1 else "slower"
+    return f"verdict: {ours} exchanges {times(max(factor, 1 / factor))} {beside} than dense."
 
 
 def rows_of(result: Result) -> Iterator[tuple[str, ...]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from horovod_topk.cli.files import check_picture, check_writable
 from horovod_topk.cli.frameworks import find
-from horovod_topk.cli.options import announce
 from horovod_topk.cli.plan import arguments, kernels, measure, picture, table
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.machine import Machine
@@ -105,13 +104,18 @@ def _others(asked: arguments.Asked) -> list[Strategy]:
 
 
 def _print(args: argparse.Namespace, asked: arguments.Asked, machine: Machine) -> None:
-    announce(sum(asked.nodes.sizes))
     strategies = all_strategies(
         asked.specs, asked.nodes, asked.config, rank=asked.rank, values=asked.values
     )
     strategies += _others(asked)
     found = rows(strategies, machine, asked.training, overlap=asked.overlap)
-    verdict = judge(found, overlap=asked.overlap)
+    verdict = judge(
+        found,
+        overlap=asked.overlap,
+        setting=f" {asked.setting}",
+        caveat=table.caveat(asked, machine),
+        default=asked.default,
+    )
     if args.json:
         print(json.dumps(table.as_json(asked, machine, found, verdict), indent=1))
     else:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from horovod_topk.cli.models import MODELS, specs_of
 from horovod_topk.cli.options import (
+    MOST_RANKS,
+    PLAIN,
     add_compressors,
     add_device,
     add_model,
+    add_optimizer,
     add_selection,
+    check_positive,
+    check_ranks,
+    check_whole,
     given,
     method_of,
     number,
+    optimizer_of,
     whole,
+    with_optimizer,
 )
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.core.nodes import Nodes
@@ -25,13 +32,14 @@ from horovod_topk.core.substitute import parse
 from horovod_topk.cost.machine import Machine, Network
 from horovod_topk.cost.quantities import bits_per_second, seconds
 from horovod_topk.cost.step import FORWARD, Training
-from horovod_topk.cost.strategies import ADAPTED
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.verdict import TOO_COARSE
 from horovod_topk.methods import Method
 from horovod_topk.methods.topk import SELECTIONS, VALUES, TopK
 
 MOMENTUM = 0.9  # the time does not depend on its value
+MOST_POWERSGD = 65_536  # rank of PowerSGD's matrices
+FEWEST_CORES, MOST_CORES = 0.01, 1e6  # a container may have a share of a core
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,22 @@ class Asked:
     local_bandwidth: float | None
     cores: float | None
     crowd: int | None
+
+    @property
+    def setting(self) -> str:
+        """The optimizer or the momentum that is planned for, as a part of a sentence."""
+        if self.config.momentum:
+            return f"with momentum={self.config.momentum:g}"
+        return with_optimizer(self.config.by_arrivals)
+
+    @property
+    def default(self) -> str | None:
+        """The row that `TopKEF()` without arguments is; None: the options change its selection."""
+        usual = TopK()
+        selects = ("ratio", "gather_ratio", "min_numel", "ratios", "momentum")
+        if any(getattr(self.config, name) != getattr(usual, name) for name in selects):
+            return None
+        return f"{usual.exchange} {usual.values}"
 
     def machine(self, found: Machine) -> Machine:
         """Return a machine with the constants of the command line instead of its own."""
@@ -116,14 +140,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--momentum",
         action="store_true",
-        help="add the time of momentum correction (default: off)",
+        help="plan momentum correction (momentum=0.9) instead of adapted steps (default: off)",
     )
-    add(
-        "--optimizer",
-        choices=tuple(ADAPTED),
-        help="add the time of adapting the steps of this optimizer, as the default of TopKEF does "
-        "with SGD with momentum, Adam and AdamW (default: off, plain error feedback)",
-    )
+    add_optimizer(parser)
     add(
         "--selection",
         choices=SELECTIONS,
@@ -233,19 +252,18 @@ def check(args: argparse.Namespace) -> Asked:
     Raises:
         ValueError, TopKError: an option's value is not valid; names the limit.
     """
-    if args.ranks < 2:
-        raise ValueError(f"--ranks {args.ranks}: give 2 or more; one rank exchanges nothing")
-    for name in ("local_size", "powersgd"):
-        if getattr(args, name) < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} {getattr(args, name)}: give 1 or more")
+    check_ranks(args.ranks, args.local_size)
+    check_whole("--powersgd", args.powersgd, 1, MOST_POWERSGD)
     if not 0 <= args.forward <= 1:
         raise ValueError(f"--forward {args.forward:g}: give a share from 0 to 1")
-    if args.cores is not None and not 0 < args.cores < math.inf:
-        raise ValueError(f"--cores {args.cores:g}: give a number above 0")
+    check_positive("--cores", args.cores, MOST_CORES)
+    if args.cores is not None and args.cores < FEWEST_CORES:
+        raise ValueError(f"--cores {args.cores:g}: give {FEWEST_CORES:g} or more")
     if args.crowd is not None and args.cores is None:
         raise ValueError(f"--crowd {args.crowd}: give --cores too, the cores that they share")
-    if args.momentum and args.optimizer:
+    if args.crowd is not None:
+        check_whole("--crowd", args.crowd, 1, MOST_RANKS)
+    if args.momentum and optimizer_of(args.optimizer or PLAIN):
         raise ValueError("--momentum --optimizer: TopKEF does one of the two; give one")
     if set(args.values) == {TOO_COARSE}:
         raise ValueError(
@@ -268,7 +286,7 @@ def check(args: argparse.Namespace) -> Asked:
             selection=args.selection,
             min_numel=args.min_numel,
             momentum=MOMENTUM if args.momentum else TopK.momentum,
-            by_arrivals=args.optimizer,
+            by_arrivals=None if args.momentum else optimizer_of(args.optimizer),
             ratios=parse_ratios(args.ratios),
         ),
         training=Training(compute, args.forward, args.local_size),

@@ -30,8 +30,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
         f"{asked.model}: {elements:,} float32 in {count(len(asked.specs), 'tensor')}, "
         f"{ranks} on {nodes}, ratio {asked.config.ratio:g}"
         + "".join(f", {pattern}={ratio:g}" for pattern, ratio in asked.config.ratios or ())
-        + (", momentum corrected" if asked.config.momentum else "")
-        + (f", steps of {asked.config.by_arrivals} adapted" if asked.config.by_arrivals else "")
+        + f", {asked.setting}"
         + f", {gradients_on(make_plan(asked.specs, asked.config), asked.device)}"
     )
     yield (
@@ -49,7 +48,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
     yield from (f"{name}: {text}" for name, text in assumptions(asked, machine).items())
     yield ""
     yield f"{'':<41}{'nothing overlaps, ms':>38}  {'backward overlaps, ms':>49}"
-    yield _columns(*HEAD, *OVERLAPPED)
+    yield _columns(*HEAD, *OVERLAPPED, "")
     for row in rows:
         yield _columns(
             row.strategy.exchange,
@@ -61,6 +60,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
             *_step(row.overlapped),
             f"{row.overlapped.hidden:.0%}",
             _faster(row) if row is not rows[0] else "",
+            "  TopKEF()" if row.strategy.name == asked.default else "",
         )
     yield ""
     yield verdict.text
@@ -69,11 +69,11 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
 def assumptions(asked: Asked, machine: Machine) -> dict[str, str]:
     """The assumptions of the prediction, by subject."""
     found = {}
-    if asked.device != machine.device:
-        found["device"] = (
-            f"{KINDS[machine.device]} kernel constants are applied to a {KINDS[asked.device]}'s "
-            f"compute time, as no constants of a {KINDS[asked.device]}'s kernels are given; times "
-            "of kernels and steps, and the verdict, are rough"
+    if text := caveat(asked, machine):
+        found["device"] = text
+    if asked.config.by_arrivals and max(asked.nodes.sizes) > 1:
+        found["hierarchical"] = (
+            "it does not adapt an optimizer's steps, and is left out; --optimizer none lists it"
         )
     if asked.others:
         found["other compressors"] = (
@@ -89,8 +89,19 @@ def assumptions(asked: Asked, machine: Machine) -> dict[str, str]:
     return found
 
 
+def caveat(asked: Asked, machine: Machine) -> str:
+    """Why the verdict is rough where the kernels' constants are another device's, or nothing."""
+    if asked.device == machine.device:
+        return ""
+    own, other = KINDS[machine.device], KINDS[asked.device]
+    return (
+        f"{own} kernel constants are applied to a {other}'s compute time, as no constants of a "
+        f"{other}'s kernels are given; times of kernels and steps, and the verdict, are rough"
+    )
+
+
 def _columns(exchange: str, values: str, *rest: str) -> str:
-    widths = (14, 11, 10, 8, 12, 9, 12, 8, 20)
+    widths = (14, 11, 10, 8, 12, 9, 12, 8, 20, 0)
     columns = "".join(f"{text:>{width}}" for text, width in zip(rest, widths, strict=True))
     return f"{exchange:<14}{values:<10}{columns}".rstrip()
 
@@ -122,6 +133,8 @@ def as_json(
         "ratios": {str(pattern): ratio for pattern, ratio in asked.config.ratios or ()},
         "momentum corrected": asked.config.momentum > 0,
         "adapted": asked.config.by_arrivals,
+        "setting": asked.setting,
+        "default": asked.default,
         "machine": asdict(machine),
         "training": asdict(asked.training),
         "strategies": [

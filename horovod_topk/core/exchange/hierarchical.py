@@ -106,10 +106,13 @@ class HierarchicalExchange(Over[Array]):
     def sharded(self, bucket: BucketPlan) -> NodePlan:
         """The plan of a bucket that is split among owners."""
         if bucket.digest not in self._plans:
-            split = shard_sums(bucket, self.groups.nodes)
+            split = self._shard(bucket)
             check_split(bucket, max(each.numel for each in split.sums), "elements")
             self._plans[bucket.digest] = split
         return self._plans[bucket.digest]
+
+    def _shard(self, bucket: BucketPlan) -> NodePlan:
+        return shard_sums(bucket, self.groups.nodes)
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """No plan: ranks have no residuals of their own gradients."""
@@ -156,16 +159,11 @@ class HierarchicalExchange(Over[Array]):
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: to each owner on the node directly, then twice in a ring."""
         groups, nodes = self.groups, self.groups.nodes
-        split = [self.sharded(bucket) for bucket in plan.buckets]
-        size, held = sum(each.sum_bytes for each in split), len(nodes.ranks)
-        crossing = [  # by owner
-            size + sum(announced_bytes([each.sums[owner]]) for each in split)
-            for owner in range(nodes.owners)
-        ]
+        size, held = sum(self.sharded(each).sum_bytes for each in plan.buckets), len(nodes.ranks)
+        crossing, shards = self._by_owner(plan)
         handed = crossing[groups.shard] if groups.shard is not None and held > 1 else 0
         sent = (held - 1) * handed
         if groups.size > 1:
-            shards = [_dense_bytes(each.sums[i] for each in split) for i in range(nodes.owners)]
             kept, forwarded = (
                 (0, 0) if groups.shard is None else (shards[groups.shard], held * size)
             )
@@ -180,6 +178,20 @@ class HierarchicalExchange(Over[Array]):
 
         entries = sum(each.entries for bucket in plan.buckets for each in self.owned(bucket))
         return self._traffic(plan, entries, handed, sent, between)
+
+    def _by_owner(self, plan: Plan) -> tuple[list[int], list[int]]:
+        """For each owner: bytes of what it sends to another node, and of its dense shards."""
+        split = [self.sharded(bucket) for bucket in plan.buckets]
+        crossing, shards = [], []
+        for owner in range(self.groups.nodes.owners):
+            sums = [each.sums[owner] for each in split]
+            sizes = (
+                each.sum_bytes + announced_bytes([own])
+                for each, own in zip(split, sums, strict=True)
+            )
+            crossing.append(sum(sizes))
+            shards.append(_dense_bytes(sums))
+        return crossing, shards
 
 
 def _dense_bytes(plans: Iterable[BucketPlan]) -> int:

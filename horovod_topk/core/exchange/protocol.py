@@ -337,7 +337,7 @@ class Over(abc.ABC, Generic[Array]):
         mine, busiest = None, None
         if self.nodes is not None:
             mine = between(self.rank)
-            busiest = max(sum(map(between, node)) for node in self.nodes.ranks)
+            busiest = max(sum(map(between, node)) for node in self.nodes.kinds)
         return Traffic(selected, payload_bytes, sent_bytes, dense_bytes, mine, busiest)
 
 

@@ -48,10 +48,13 @@ class ShardedExchange(Over[Array]):
         """The plan of a bucket that is split among owners."""
         key = bucket.digest, self.ranks
         if key not in self._plans:
-            split = shard(bucket, self.ranks)
+            split = self._shard(bucket)
             check_split(bucket, split.scatter[0].layout.payload_bytes, "bytes")
             self._plans[key] = split
         return self._plans[key]
+
+    def _shard(self, bucket: BucketPlan) -> ShardedPlan:
+        return shard(bucket, self.ranks)
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """One plan for each owner."""
