@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from numbers import Integral, Real
 from types import FunctionType
 from typing import Any
@@ -55,6 +57,9 @@ class Predicate:
                 cure="Let it return bool(...) of what it found",
             )
         return answer
+
+    def __reduce__(self) -> tuple[type[Predicate], tuple[Test]]:
+        return Predicate, (self.function,)  # code, which is in the key, cannot be pickled
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Predicate) and self._key == other._key
@@ -218,14 +223,21 @@ def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
         taken |= matched
 
 
-def _key_of(function: Test) -> object:
+def _key_of(function: Any) -> object:
     """Return a key that is equal for equal functions; the function's id if in doubt."""
-    if isinstance(function, FunctionType) and not function.__kwdefaults__:
-        try:
+    key: object = id(function)
+    if isinstance(function, partial):
+        named = tuple(sorted(function.keywords.items()))
+        key = partial, _key_of(function.func), function.args, named
+    elif isinstance(function, FunctionType):
+        with suppress(ValueError):  # a cell that is not assigned yet
             cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-            key = function.__code__, function.__defaults__, cells
-            hash(key)
-        except (TypeError, ValueError):  # a mutable value, or one that is not assigned yet
-            return id(function)
-        return key
-    return id(function)
+            named = tuple((function.__kwdefaults__ or {}).items())
+            key = function.__code__, function.__defaults__, named, cells
+    elif type(function).__eq__ is not object.__eq__:
+        key = function  # a method, or an object that says what it equals
+    try:
+        hash(key)
+    except TypeError:  # a mutable value
+        return id(function)
+    return key

@@ -14,7 +14,8 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self, SupportsFloat
 
@@ -35,6 +36,7 @@ from horovod_topk.core.substitute import (
 from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.guard import Guard
 from horovod_topk.methods import METHODS, Method
+from horovod_topk.ratios import Predicate
 
 ALONE = "world size 1: there is nobody to exchange with"  # why nothing is compressed
 _SETTINGS = ("config", "deferred", "grad_scaler", "commit_dir")
@@ -140,6 +142,21 @@ class BaseCompressor(abc.ABC):
         check_settings(partial(self.method, *positional), settings)
         settings, self.deferred = split_deferred(settings)
         self.config = self.method(*positional, **settings)
+
+    def __repr__(self) -> str:
+        """The call that makes this compressor: settings that are not the defaults."""
+        needed = {each.name: getattr(self.config, each.name) for each in fields(self.config)}
+        needed = {name: needed[name] for name in needed.keys() - BY_ADAPTERS} | {**self.deferred}
+        for name in sorted(needed, reverse=True):
+            rest = {each: needed[each] for each in needed if each != name}
+            with suppress(ConfigError):
+                own, deferred = split_deferred({**self.method.for_training, **rest})
+                if (self.method(**own), deferred) == (self.config, self.deferred):
+                    needed = rest
+        beside = {"grad_scaler": self.grad_scaler, "commit_dir": self.commit_dir}
+        needed |= {name: value for name, value in beside.items() if value is not None}
+        order = [*inspect.signature(type(self)).parameters]
+        return call(type(self).__name__, {each: needed[each] for each in order if each in needed})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings only: a copied or unpickled compressor has no optimizer yet."""
@@ -293,6 +310,23 @@ class ProcessSet(Protocol):
     def size(self) -> int:
         """Number of ranks in the process set."""
         ...
+
+
+def call(name: str, settings: Mapping[str, object]) -> str:
+    """Write the call of a compressor, schedule or guard with these settings in Python."""
+    return f"{name}({', '.join(f'{key}={_written(value)}' for key, value in settings.items())})"
+
+
+def _written(value: Any) -> str:
+    if is_dataclass(value):
+        own = {each.name: (getattr(value, each.name), each.default) for each in fields(value)}
+        given = {name: mine for name, (mine, default) in own.items() if mine != default}
+        return call(type(value).__name__, given)
+    if isinstance(value, tuple) and all(isinstance(each[0], str | Predicate) for each in value):
+        return f"{{{', '.join(f'{_written(pattern)}: {ratio!r}' for pattern, ratio in value)}}}"
+    if isinstance(value, Predicate):
+        return getattr(value.function, "__qualname__", repr(value.function))
+    return repr(value)
 
 
 def documentation(method: type[Method], compressor: type) -> str:

@@ -28,6 +28,7 @@ class Counting(Generic[Array]):
         parts: parts of the state, by name.
         steps, rolled_back: number of committed steps, and of steps that were rolled back.
         unapplied: number of steps that were rolled back without a NaN or an infinity.
+        sent_bytes, dense_bytes: bytes of all these steps, as in `Stats`.
         seconds: total of all these steps.
         sample: shares of the last sampled step.
         callbacks: functions that are called at the end of every step.
@@ -38,6 +39,7 @@ class Counting(Generic[Array]):
         self.exchange: Exchange[Array] | None = None
         self.parts: dict[str, Part[Array]] = {}
         self.steps = self.rolled_back = self.unapplied = 0
+        self.sent_bytes = self.dense_bytes = 0
         self.seconds, self.sample = Seconds(), Sample()
         self._counted: tuple[Plan, int] | None = None  # a plan, and the bytes of memory it takes
         self._begun = 0  # what a loaded checkpoint adds to the number of ended steps
@@ -86,6 +88,8 @@ class Counting(Generic[Array]):
         self.rolled_back += not committed
         self.unapplied += not (committed or flagged)
         self.seconds += seconds
+        self.sent_bytes += traffic.sent_bytes
+        self.dense_bytes += traffic.dense_bytes
         if not self.callbacks:
             return
         assert self.plan is not None  # of the step
@@ -127,6 +131,8 @@ class Counting(Generic[Array]):
             planned(self.plan, self.exchange),
             steps=self.steps,
             rolled_back=self.rolled_back,
+            total_sent_bytes=self.sent_bytes,
+            total_dense_bytes=self.dense_bytes,
             residual_norm=self.norm(RESIDUALS),
             owned_norm=self.norm(OWNED),
             residual_norm_ratio=self.sample.residual_norm_ratio,

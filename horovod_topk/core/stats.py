@@ -11,6 +11,7 @@ from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import RESIDUAL_DTYPE, WIDTH, Plan
 from horovod_topk.core.residual import Squares
+from horovod_topk.core.stats_table import lines
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ class Stats:
     lost_norm: float = 0.0  # elastic jobs: estimated norm of these residuals
     late: Mapping[str, int] = field(default_factory=dict)  # tensor -> steps it delayed its bucket
     warnings: tuple[str, ...] = ()  # warnings for this optimizer, as in the log
+    total_sent_bytes: int = 0  # bytes that this rank has sent in all steps so far
+    total_dense_bytes: int = 0  # bytes that it would have sent for them in a dense ring allreduce
+
+    def __str__(self) -> str:
+        """A table of about ten lines: what is sent, what waits, what it costs, and warnings."""
+        return "\n".join(lines(self))
 
     @property
     def reduction(self) -> float:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
+
+from horovod_topk.schedules import Accordion
+
+ddp = pytest.importorskip("horovod_topk.ddp")
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda compression: pickle.loads(pickle.dumps(compression)),
@@ -39,3 +45,59 @@ def test_a_deep_copy_has_the_same_scaler() -> None:
     assert copied["compression"].grad_scaler is scaler
     both = copy.deepcopy({"scaler": scaler, "compression": module.TopKEF(grad_scaler=scaler)})
     assert both["compression"].grad_scaler is both["scaler"]
+
+
+# `repr` is the call that makes a compressor, and what names functions can be copied, too
+
+
+def is_convolution(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 4
+
+
+def starts_with(text: str, name: str, shape: tuple[int, ...], *, lower: bool = False) -> bool:
+    return (name.lower() if lower else name).startswith(text)
+
+
+@dataclass(frozen=True)
+class Deeper:
+    """A rule that says itself what it equals."""
+
+    than: int
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) > self.than
+
+
+@pytest.mark.parametrize(
+    "rule", [is_convolution, partial(starts_with, "head", lower=True), Deeper(2), str.isidentifier]
+)
+@pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
+def test_rules_that_are_functions_are_copied_with_equal_settings(
+    way: Callable[[Any], Any], rule: Any
+) -> None:
+    made = ddp.TopKEF(ratios={rule: 0.02, "head.*": "dense"})
+    assert way(made).config == made.config
+    assert hash(way(made).config) == hash(made.config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TopKEF()",
+        "TopKEF(ratio=0.01)",
+        "TopKEF(ratio=1.0)",
+        "TopKEF(values='int8', warmup=((500, 0.25), (1000, 0.05)), momentum=0.9, nesterov=True)",
+        "TopKEF(warmup=None, guard=Guard(nonfinite=5))",
+        "TopKEF(guard=None, momentum='optimizer', velocity_kept=0.5)",
+        "TopKEF(ratios={'head.*': 1.0, is_convolution: 0.02})",
+        "TopKEF(schedule=Accordion(critical=0.2))",
+        "QSGD(bits=2)",
+        "PowerSGD(rank=2, exchange='allreduce')",
+    ],
+)
+def test_repr_is_the_call_with_what_differs_from_the_defaults(text: str) -> None:
+    names = {name: getattr(ddp, name) for name in ("TopKEF", "QSGD", "PowerSGD", "Guard")}
+    known = names | {"is_convolution": is_convolution, "Accordion": Accordion}
+    made, again = eval(text, known), eval(repr(eval(text, known)), known)
+    assert (again.config, again.deferred) == (made.config, made.deferred)
+    assert sorted(repr(made)) == sorted(text)  # the order of settings is that of the signature
