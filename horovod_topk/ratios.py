@@ -226,6 +226,7 @@ def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
 def _key_of(function: Any) -> object:
     """Return a key that is equal for equal functions; the function's id if in doubt."""
     key: object = id(function)
+    kind: Any = type(function)
     if isinstance(function, partial):
         named = tuple(sorted(function.keywords.items()))
         key = partial, _key_of(function.func), function.args, named
@@ -234,7 +235,7 @@ def _key_of(function: Any) -> object:
             cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
             named = tuple((function.__kwdefaults__ or {}).items())
             key = function.__code__, function.__defaults__, named, cells
-    elif type(function).__eq__ is not object.__eq__:
+    elif kind.__eq__ is not object.__eq__:
         key = function  # a method, or an object that says what it equals
     try:
         hash(key)
