@@ -1,4 +1,6 @@
-"""Whether a script can run without a launcher; with Open MPI's wheel it cannot by itself.
+"""Which launcher started this process, and whether a script can run without one.
+
+With Open MPI's wheel a script cannot run by itself.
 
 Horovod with MPI calls MPI_Init in `hvd.init()`. If no launcher started the process, Open MPI starts
 a daemon from its own folder. The wheel was built for another folder than the one it is installed
@@ -17,6 +19,12 @@ from typing import Any
 from horovod_topk.reporting import RANKS
 
 VARIABLE = "OPAL_PREFIX"
+TORCHRUN = "RANK"  # the variable in `reporting.RANKS` that torchrun sets
+
+
+def by_torchrun() -> bool:
+    """Whether torchrun has started this process, and no launcher of Horovod."""
+    return next((name for name in RANKS if name in os.environ), None) == TORCHRUN
 
 
 def wheel_prefix() -> Path | None:

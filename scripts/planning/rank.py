@@ -67,16 +67,18 @@ def directions_of(model: Shapes, rank: int) -> list[Tensor]:
 
 def repeated(step: Callable[[], None], warm_up: int) -> list[float]:
     """Seconds of each step on the slowest rank; all ranks take as many steps."""
-    from horovod_topk.cli.bench.barrier import barrier, most
+    from horovod_topk.cli.bench.ranks import HorovodRanks, barrier, most
+
+    ranks = HorovodRanks()
 
     for _ in range(warm_up):
         step()
     taken: list[float] = []
     while len(taken) < LEAST or (len(taken) < MOST and sum(taken) < LONG):
-        barrier()
+        barrier(ranks)
         began = time.perf_counter()
         step()
-        taken.append(most(time.perf_counter() - began))
+        taken += most(ranks, [time.perf_counter() - began])
     return taken
 
 

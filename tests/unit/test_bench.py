@@ -6,9 +6,12 @@ import argparse
 import json
 import time
 import types
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import horovod.torch as hvd
 import pytest
 import torch
 
@@ -19,6 +22,7 @@ from horovod_topk.cli.bench.figures import figures, read_result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.methods import DEFAULT, SETTINGS, method_of, parse_methods
 from horovod_topk.cli.bench.picture import draw
+from horovod_topk.cli.bench.ranks import HorovodRanks
 from horovod_topk.cli.bench.runners import build, compressor
 from horovod_topk.cli.bench.script import time_script
 from horovod_topk.cli.bench.table import table
@@ -28,6 +32,21 @@ from horovod_topk.errors import TopKError
 from horovod_topk.reporting import RANKS
 from horovod_topk.torch import TopKEF
 
+
+class One:
+    """One rank, alone: `horovod_topk.cli.bench.ranks.Ranks`."""
+
+    rank = local_rank = 0
+    size = local_size = hosts = 1
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        return [list(values)]
+
+    def process_group(self, interface: str | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+ONE = One()
 SPECS = [TensorSpec("c", (7,), "float32"), TensorSpec("b", (3, 5), "float32")]
 SPECS += [TensorSpec("a", (4, 3), "float32")]
 
@@ -256,11 +275,12 @@ def test_results_stay_when_their_file_cannot_be_written(
 
 def test_hosts_may_have_different_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks on one and a fourth on another, as its first rank sees them."""
-    counts = {"size": 4, "local_size": 3, "cross_size": 2}
-    fake = {name: lambda count=count: count for name, count in counts.items()}
-    monkeypatch.setattr(run, "hvd", types.SimpleNamespace(**fake))
+    place = {"rank": 0, "local_rank": 0, "size": 4, "local_size": 3, "cross_size": 2}
+    monkeypatch.setattr(hvd, "init", lambda **_: None)
+    for name, count in place.items():
+        monkeypatch.setattr(hvd, name, lambda count=count: count)
     args = argparse.Namespace(model="m", script=None, compute=None, idle_parameters=0)
-    assert run._result(args, [], [], {})["hosts"] == 2
+    assert run._result(args, HorovodRanks(), [], [], {})["hosts"] == 2
 
 
 @pytest.mark.parametrize("code", ["0", "3", "'no data'"])
@@ -270,7 +290,7 @@ def test_a_script_that_ends_itself_too_early(code: str, tmp_path: Path) -> None:
     path.write_text(f"import sys\nsys.exit({code})\n")
     message = rf"ended by sys.exit\({code}\) after 0 steps of an hvd.DistributedOptimizer"
     with pytest.raises(ValueError, match=message):
-        time_script(path, [], method_of("none"), 3, None)
+        time_script(ONE, path, [], method_of("none"), 3, None)
 
 
 def test_an_interface_without_an_address() -> None:
@@ -278,7 +298,7 @@ def test_an_interface_without_an_address() -> None:
     with pytest.raises(ValueError, match=r"'no0' has no IPv4 address .* of .*lo"):
         nic.address("no0")
     with pytest.raises(ValueError, match="Pass --interface"):
-        group.require(None)
+        HorovodRanks.process_group(ONE, None).__enter__()  # type: ignore[arg-type]
 
 
 # Gradients
@@ -369,9 +389,10 @@ def test_over_mpi_the_card_is_the_one_that_nccl_is_told(
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     if nccl is not None:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
-    monkeypatch.setattr(group, "hvd", types.SimpleNamespace(size=lambda: 4, local_size=lambda: 1))
-    assert group.interface_named(None) == named
-    assert group.interface_named("eth1") == "eth1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    ranks: Any = types.SimpleNamespace(size=4, local_size=1)
+    assert group.interface_named(None, ranks) == named
+    assert group.interface_named("eth1", ranks) == "eth1"
 
 
 def test_an_exchange_over_nodes_has_its_process_sets() -> None:

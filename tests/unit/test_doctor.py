@@ -64,9 +64,9 @@ def test_what_it_says_without_kernels() -> None:
 def test_what_it_says_where_nothing_is_installed() -> None:
     found = lines(isolated=True)
     assert found["Horovod"].startswith("not installed")
-    assert found["controllers"].startswith("none")
+    assert not {"controllers", "NCCL", "mpirun", "ssh"} & {*found}
     assert found["PyTorch"] == found["TensorFlow"] == found["Keras"] == "not installed"
-    assert found["network interfaces"].startswith("unknown: psutil is missing")
+    assert "lo 127.0.0.1" in found["network interfaces"]
 
 
 def test_a_finding_has_its_cure_below_it() -> None:

@@ -1,21 +1,30 @@
 """`horovod-topk bench`: time the exchange of a model's gradients with several methods.
 
-Every rank runs it, under `horovodrun`; rank 0 prints. This module imports no framework before the
-command runs.
+Every rank runs it, under `horovodrun` or `torchrun`; rank 0 prints. This module imports no
+framework before the command runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from horovod_topk.cli.bench.compute import Compute
 from horovod_topk.cli.bench.figures import read_result
-from horovod_topk.cli.bench.methods import DEFAULT, DEFAULT_OF_SCRIPT, KINDS, Method, parse_methods
+from horovod_topk.cli.bench.methods import (
+    DEFAULT,
+    DEFAULT_OF_SCRIPT,
+    DEFAULT_OF_TORCHRUN,
+    KINDS,
+    Method,
+    parse_methods,
+)
 from horovod_topk.cli.files import check_picture, check_writable, prints
+from horovod_topk.cli.launcher import by_torchrun
 from horovod_topk.cli.models import MODELS, specs_of
 from horovod_topk.cli.options import (
     add_model,
@@ -34,7 +43,8 @@ MOST_ROUNDS, MOST_IDLE = 100_000, 10_000
 
 DESCRIPTION = (
     "Time the exchange of a model's gradients with several methods in turn, on real ranks. Run it "
-    "under horovodrun, on every rank; rank 0 prints a table of seconds and bytes a step."
+    "under horovodrun, or under torchrun without Horovod, on every rank; rank 0 prints a table of "
+    "seconds and bytes a step."
 )
 
 
@@ -49,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f"methods to time, with commas between them: {', '.join(KINDS)}; settings of TopKEF "
         f"as in {SHORTHAND}; other compressors as in Python, {CALL}; over torch DDP as in ddp+topk "
-        f"(default: {DEFAULT}; with --script: {DEFAULT_OF_SCRIPT})",
+        f"(default: {DEFAULT}; under torchrun: {DEFAULT_OF_TORCHRUN}; with --script: "
+        f"{DEFAULT_OF_SCRIPT})",
     )
     add(
         "--rounds",
@@ -128,13 +139,15 @@ def main(args: argparse.Namespace) -> int:
         _check(args)
         _check_idle(args, methods)
         beside = [read_result(path) for path in args.beside] if prints() else []
-        run = importlib.import_module("horovod_topk.cli.bench.run")  # loads PyTorch and Horovod
+        run = importlib.import_module("horovod_topk.cli.bench.run")  # loads PyTorch
         status: int = run.main(args, specs, methods, compute, rate, beside)
     except (ValueError, TopKError) as error:
         print(f"horovod-topk bench: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        cure = "Install what is missing, as README.md says under Install"
+        cure = f"pip install {error.name}"
+        if str(error.name).startswith("horovod"):
+            cure = "torchrun starts ranks without Horovod; README.md says how to build Horovod"
         print(f"horovod-topk bench: {error}. {cure}", file=sys.stderr)
         return 2
     return status
@@ -144,7 +157,9 @@ def _usual(args: argparse.Namespace) -> str:
     """The default methods."""
     if args.script is not None:
         return DEFAULT_OF_SCRIPT
-    return DEFAULT.replace("powersgd,", "") if args.idle_parameters else DEFAULT
+    usual = DEFAULT_OF_TORCHRUN if by_torchrun() else DEFAULT
+    leave_out = args.idle_parameters or not importlib.util.find_spec("numpy")  # torch's needs NumPy
+    return usual.replace("powersgd,", "") if leave_out else usual
 
 
 def _check_idle(args: argparse.Namespace, methods: Sequence[Method]) -> None:

@@ -96,5 +96,5 @@ def _beyond(method: dict[str, Any], none: dict[str, Any], what: str) -> list[flo
 
 
 def dense_of(found: dict[str, Figures]) -> Figures | None:
-    """The figures of dense, the baseline; None if it was not measured."""
-    return found.get(DENSE)
+    """The figures of dense, the baseline, or of DDP's; None if neither was measured."""
+    return found.get(DENSE, found.get("ddp"))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import horovod.torch as hvd
-import torch
-
-from horovod_topk.cli.bench.barrier import barrier
 from horovod_topk.cli.bench.nic import sent
+from horovod_topk.cli.bench.ranks import Ranks, barrier, mean, most
 from horovod_topk.cli.bench.runners import Runner
 
 
@@ -42,43 +40,46 @@ class Cost:
         return Cost(self.seconds - earlier.seconds, self.cpu - earlier.cpu)
 
 
-def race(runners: Mapping[str, Runner], rounds: int, interface: str | None) -> dict[str, Taken]:
+def race(
+    ranks: Ranks, runners: Mapping[str, Runner], rounds: int, interface: str | None
+) -> dict[str, Taken]:
     """Run rounds of one step for each runner, after all have warmed up.
 
     Args:
+        ranks: the ranks that take the steps.
         runners: the runners by name.
         rounds: number of rounds.
         interface: network card whose bytes are counted; None if ranks share one host.
     """
     for runner in runners.values():
         for _ in range(runner.warm_up):
-            timed(runner)
+            timed(ranks, runner)
     costs: dict[str, list[Cost]] = {name: [] for name in runners}
     octets: dict[str, list[int]] = {name: [] for name in runners}
     for _ in range(rounds):
         for name, runner in runners.items():
             if interface is None:
-                costs[name].append(timed(runner))
+                costs[name].append(timed(ranks, runner))
                 continue
-            cost, count = counted(runner, interface)
+            cost, count = counted(ranks, runner, interface)
             costs[name].append(cost)
             octets[name].append(count)
     medians = {name: statistics.median(each) if each else None for name, each in octets.items()}
-    return {name: taken(costs[name], medians[name]) for name in runners}
+    return {name: taken(ranks, costs[name], medians[name]) for name in runners}
 
 
-def counted(runner: Runner, interface: str) -> tuple[Cost, int]:
+def counted(ranks: Ranks, runner: Runner, interface: str) -> tuple[Cost, int]:
     """Time a step, and count the bytes that left this host's card."""
-    barrier()
+    barrier(ranks)
     before = sent(interface)
-    cost = timed(runner)
-    barrier()  # wait until all ranks have received
+    cost = timed(ranks, runner)
+    barrier(ranks)  # wait until all ranks have received
     return cost, (sent(interface) - before).bytes
 
 
-def timed(runner: Runner) -> Cost:
+def timed(ranks: Ranks, runner: Runner) -> Cost:
     """Time a step that all ranks begin together, on this rank."""
-    barrier()
+    barrier(ranks)
     before = Cost.so_far()
     runner.step()
     cost = Cost.so_far() - before
@@ -86,17 +87,14 @@ def timed(runner: Runner) -> Cost:
     return cost
 
 
-def taken(own: Sequence[Cost], octets: float | None) -> Taken:
+def taken(ranks: Ranks, own: Sequence[Cost], octets: float | None) -> Taken:
     """Combine the measurements of all ranks."""
-    seconds = torch.tensor([cost.seconds for cost in own], dtype=torch.float64)
-    cpu = torch.tensor([cost.cpu for cost in own], dtype=torch.float64)
-    slowest = hvd.allreduce(seconds, op=hvd.Max, name="bench.slowest")
-    mean = hvd.allreduce(cpu, op=hvd.Average, name="bench.cpu")
-    return Taken(slowest.tolist(), mean.tolist(), _mean_of_hosts(octets))
+    seconds = most(ranks, [cost.seconds for cost in own])
+    return Taken(seconds, mean(ranks, [cost.cpu for cost in own]), _mean_of_hosts(ranks, octets))
 
 
-def _mean_of_hosts(octets: float | None) -> float | None:
+def _mean_of_hosts(ranks: Ranks, octets: float | None) -> float | None:
     """The mean of the bytes that each host's first rank has counted."""
-    each = hvd.allgather_object(octets if hvd.local_rank() == 0 else None, name="bench.bytes")
-    found = [one for one in each if one is not None]
+    counted = octets if ranks.local_rank == 0 and octets is not None else math.nan
+    found = [one for (one,) in ranks.gather([counted]) if not math.isnan(one)]
     return statistics.fmean(found) if found else None

@@ -26,6 +26,7 @@ KINDS = {
 }  # by the names on the command line
 DDP_KINDS = ("ddp", "ddp-none", "ddp-fp16", "powersgd")
 DEFAULT = "dense,fp16,ddp,powersgd,topk,topk-int8,topk-int8-sharded"
+DEFAULT_OF_TORCHRUN = "ddp,ddp-fp16,powersgd,topk,topk-int8,topk-int8-sharded"
 DEFAULT_OF_SCRIPT = "dense,fp16,topk,topk-int8,topk-int8-sharded"
 WORDS = {  # words of a shorthand such as topk-int8-sharded; `auto` would be ambiguous
     **dict.fromkeys(VALUES, "values"),

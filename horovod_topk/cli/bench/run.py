@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from horovod_topk.cli.bench import group, nic
@@ -19,18 +20,23 @@ from horovod_topk.cli.bench.compute import Compute
 from horovod_topk.cli.bench.figures import Result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.measure import Taken, race
-from horovod_topk.cli.bench.methods import NONE, Method
+from horovod_topk.cli.bench.methods import DDP_KINDS, NONE, OTHER, TOPK, Method
 from horovod_topk.cli.bench.picture import check_comparable, draw
+from horovod_topk.cli.bench.ranks import HorovodRanks, Ranks, TorchRanks
 from horovod_topk.cli.bench.runners import build
-from horovod_topk.cli.bench.script import check, time_script
 from horovod_topk.cli.bench.table import SCRIPT, table
+from horovod_topk.cli.launcher import by_torchrun
 from horovod_topk.cli.machine import machine
 from horovod_topk.cli.models import Shape
 from horovod_topk.cli.options import optimizer_of
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.reporting import launched_rank
 
-CURE = "run it as `horovodrun -np 2 horovod-topk bench`, or more"
+CURE = (
+    "run it as `horovodrun -np 2 horovod-topk bench`, or, without Horovod, "
+    "`torchrun --nproc-per-node 2 -m horovod_topk.cli bench`, or more"
+)
+SCRIPTS = "horovod_topk.cli.bench.script"  # it needs Horovod
 
 
 def main(
@@ -48,31 +54,62 @@ def main(
             known, a script cannot be timed with a method, a file cannot be written, or results of
             --beside cannot be compared.
     """
+    if by_torchrun():
+        methods = [over_ddp(method) for method in methods]
+        if args.script is not None:
+            raise ValueError(
+                "--script times an optimizer of Horovod's, and torchrun started these ranks. Ask "
+                "`horovod-topk compare --torchrun`"
+            )
     if args.script is not None:
-        check(methods)
+        importlib.import_module(SCRIPTS).check(methods)
     if launched_rank() is None:  # MPI would abort this process with a page of internal errors
         raise ValueError(f"no launcher started this process, so there are no ranks: {CURE}")
     torch.set_num_threads(1)
-    hvd.init(process_sets=process_sets(methods))
-    if hvd.size() < 2:
+    ranks = _ranks(methods)
+    if ranks.size < 2:
         raise ValueError(f"1 rank exchanges nothing: {CURE}")
-    check_comparable([*beside, _asked(args)])
+    check_comparable([*beside, _asked(args, ranks)])
     everyone = [Method(NONE, NONE), *methods]
-    interface = group.interface_named(args.interface)
-    alone = hvd.size() == hvd.local_size()  # on one host, so that no packets leave a card
+    interface = group.interface_named(args.interface, ranks)
+    alone = ranks.size == ranks.local_size  # on one host, so that no packets leave a card
     counted = None if alone else interface
     if args.script is None:
         shapes = [spec.shape for spec in specs]
-        taken = _of_shapes(args, specs, everyone, compute, interface, counted)
+        taken = _of_shapes(ranks, args, specs, everyone, compute, interface, counted)
     else:
-        taken, shapes = _of_script(args, everyone, counted)
-    if hvd.rank() == 0:
-        found = _result(args, shapes, everyone, taken)
+        taken, shapes = _of_script(ranks, args, everyone, counted)
+    if ranks.rank == 0:
+        found = _result(args, ranks, shapes, everyone, taken)
         found["rate"] = rate or (nic.bandwidth_of(interface) if interface else None)
         found["optimizer"] = SCRIPT if args.script else optimizer_of(args.optimizer)
         found["counter"] = counted and nic.counter(counted)
         _report(args, found, beside)
     return 0
+
+
+def _ranks(methods: Sequence[Method]) -> Ranks:
+    """Initialise the launcher's library, and return the ranks."""
+    if by_torchrun():
+        return TorchRanks()
+    importlib.import_module("horovod.torch").init(process_sets=process_sets(methods))
+    return HorovodRanks()
+
+
+def over_ddp(method: Method) -> Method:
+    """The same method with torch DDP, for ranks that torchrun has started.
+
+    Raises:
+        ValueError: it is one of Horovod's.
+    """
+    if method.kind in (TOPK, OTHER):
+        return replace(method, adapter="ddp")
+    if method.is_ddp:
+        return method
+    raise ValueError(
+        f"--methods: {method.name} is Horovod's, and torchrun started these ranks. Give "
+        f"--methods of {', '.join(DDP_KINDS)} and compressors, or start them with horovodrun"
+    )
 
 
 def process_sets(methods: Sequence[Method]) -> str | None:
@@ -82,6 +119,7 @@ def process_sets(methods: Sequence[Method]) -> str | None:
 
 
 def _of_shapes(
+    ranks: Ranks,
     args: argparse.Namespace,
     specs: list[TensorSpec],
     methods: Sequence[Method],
@@ -90,54 +128,58 @@ def _of_shapes(
     counted: str | None,
 ) -> dict[str, Taken]:
     """Measure steps with given gradients."""
-    shared = Weights.of(specs, hvd.rank())
+    shared = Weights.of(specs, ranks.rank)
     with contextlib.ExitStack() as stack:
-        if any(method.is_ddp for method in methods):
-            stack.enter_context(group.process_group(group.require(interface)))
+        if by_torchrun() or any(method.is_ddp for method in methods):
+            stack.enter_context(ranks.process_group(interface))
         runners = {}
         for ordinal, method in enumerate(methods):
-            model = GivenGradients(shared, hvd.rank(), compute, args.idle_parameters)
+            model = GivenGradients(shared, ranks.rank, compute, args.idle_parameters)
             optimizer = optimizer_of(args.optimizer)
             runners[method.name] = build(method, model, ordinal, optimizer)
-        taken = race(runners, args.rounds, counted)
+        taken = race(ranks, runners, args.rounds, counted)
         runners.clear()
         gc.collect()  # delete DDP's objects before their process group
     return taken
 
 
 def _of_script(
-    args: argparse.Namespace, methods: Sequence[Method], counted: str | None
+    ranks: Ranks, args: argparse.Namespace, methods: Sequence[Method], counted: str | None
 ) -> tuple[dict[str, Taken], list[Shape]]:
     """Measure steps of a user's script, and return its parameters' shapes."""
+    time_script = importlib.import_module(SCRIPTS).time_script
     taken: dict[str, Taken] = {}
     shapes: list[Shape] = []
     for method in methods:
-        found, shapes = time_script(args.script, args.arguments, method, args.rounds, counted)
+        found, shapes = time_script(
+            ranks, args.script, args.arguments, method, args.rounds, counted
+        )
         taken[method.name] = found
     return taken, shapes
 
 
-def _asked(args: argparse.Namespace) -> dict[str, Any]:
+def _asked(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """The facts about a run that are known before it."""
     return {
         "model": args.model if args.script is None else args.script.name,
-        "ranks": hvd.size(),
+        "ranks": ranks.size,
         "compute": args.compute,
     }
 
 
 def _result(
     args: argparse.Namespace,
+    ranks: Ranks,
     shapes: Sequence[Shape],
     methods: Sequence[Method],
     taken: dict[str, Taken],
 ) -> Result:
     """The results as written to a file."""
     return {
-        **_asked(args),
+        **_asked(args, ranks),
         "elements": sum(math.prod(shape) for shape in shapes),
         "tensors": len(shapes),
-        "hosts": hvd.cross_size(),  # hosts with a local rank 0, which is all of them
+        "hosts": ranks.hosts,
         "idle parameters": args.idle_parameters,
         "methods": [
             {

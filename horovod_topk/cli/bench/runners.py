@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
-    default_hooks,
-    powerSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import horovod_topk.ddp
-import horovod_topk.torch
 from horovod_topk.cli.bench.gradients import GivenGradients
 from horovod_topk.cli.bench.methods import OTHER, STEADY, TOPK, Method
 from horovod_topk.config import ADAM, SGD
-from horovod_topk.torch.collective import rest_until_done
 
 LEARNING_RATE = 1e-9  # weights nearly stay the same with any gradients
+POWERSGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 POWERSGD_RANK = 4
 POWERSGD_START = 2  # the smallest value that it accepts; the steps before are dense
 ONE_BUCKET = 1 << 20  # MiB, more than any model's gradients
@@ -84,15 +78,19 @@ def _none(method: Method, model: GivenGradients, plain: Plain, name: str) -> Run
 
 def _distributed(model: GivenGradients, plain: Plain, name: str, compression: Any) -> Any:
     names = [(f"{name}.{own}", parameter) for own, parameter in model.named_parameters()]
+    hvd = importlib.import_module("horovod.torch")
+    if isinstance(compression, str):
+        compression = getattr(hvd.Compression, compression)
     return hvd.DistributedOptimizer(plain, named_parameters=names, compression=compression)
 
 
 def _dense(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    return Runner(model, model, _distributed(model, plain, name, hvd.Compression.none))
+    return Runner(model, model, _distributed(model, plain, name, "none"))
 
 
 def _dense_waiting(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    optimizer = _distributed(model, plain, name, hvd.Compression.none)
+    optimizer = _distributed(model, plain, name, "none")
+    rest_until_done = importlib.import_module("horovod_topk.torch.collective").rest_until_done
 
     def wait() -> None:
         for handle, _ in optimizer._handles.values():
@@ -103,12 +101,12 @@ def _dense_waiting(method: Method, model: GivenGradients, plain: Plain, name: st
 
 
 def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    return Runner(model, model, _distributed(model, plain, name, hvd.Compression.fp16))
+    return Runner(model, model, _distributed(model, plain, name, "fp16"))
 
 
 def compressor(method: Method) -> Any:
     """Make the compressor of a method of this package."""
-    adapter = horovod_topk.ddp if method.adapter == "ddp" else horovod_topk.torch
+    adapter = importlib.import_module(f"horovod_topk.{method.adapter}")
     return getattr(adapter, method.compressor)(**STEADY, **method.settings)
 
 
@@ -140,6 +138,7 @@ def _ddp_hooked(model: GivenGradients, plain: Plain, hook: Callable[..., Any]) -
 
 
 def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
+    powerSGD_hook = importlib.import_module(POWERSGD)  # noqa: N806  # it needs NumPy
     wrapped = _data_parallel(model, bucket_cap_mb=ONE_BUCKET)
     state = powerSGD_hook.PowerSGDState(
         process_group=None,

@@ -21,10 +21,10 @@ from unittest import mock
 
 import horovod.torch as hvd
 
-from horovod_topk.cli.bench.barrier import barrier
 from horovod_topk.cli.bench.measure import Cost, Taken, taken
 from horovod_topk.cli.bench.methods import NONE, OTHER, TOPK, Method
 from horovod_topk.cli.bench.nic import Sent, sent
+from horovod_topk.cli.bench.ranks import Ranks, barrier
 from horovod_topk.cli.bench.runners import compressor
 
 WARM_UP = 6  # steps
@@ -45,6 +45,7 @@ class _Enough(BaseException):  # so that a script's `except Exception` does not 
 class Watch:
     """Times the steps of the first distributed optimizer that a script makes."""
 
+    ranks: Ranks
     rounds: int
     interface: str | None
     ends: list[Cost] = field(default_factory=list)  # clocks at the end of each step
@@ -74,7 +75,7 @@ class Watch:
             self.before = sent(self.interface)
         if len(self.ends) < WARM_UP + self.rounds:
             return
-        barrier()
+        barrier(self.ranks)
         if self.interface is not None and self.before is not None:
             self.octets = (sent(self.interface) - self.before).bytes / self.rounds
         raise _Enough
@@ -100,14 +101,19 @@ def check(methods: Sequence[Method]) -> None:
 
 
 def time_script(
-    path: Path, arguments: Sequence[str], method: Method, rounds: int, interface: str | None
+    ranks: Ranks,
+    path: Path,
+    arguments: Sequence[str],
+    method: Method,
+    rounds: int,
+    interface: str | None,
 ) -> tuple[Taken, list[tuple[int, ...]]]:
     """Time a script's steps, and return its parameters' shapes too.
 
     Raises:
         ValueError: the script ended too early, or never made a distributed optimizer.
     """
-    watch = Watch(rounds, interface)
+    watch = Watch(ranks, rounds, interface)
     with _compressed(method, watch), _called(path, arguments):
         how = _run(path)
     gc.collect()
@@ -117,7 +123,7 @@ def time_script(
             f"hvd.DistributedOptimizer, of which it takes {WARM_UP + rounds}: lower --rounds, or "
             "let it train longer"
         )
-    return taken(watch.costs(), watch.octets), watch.shapes
+    return taken(ranks, watch.costs(), watch.octets), watch.shapes
 
 
 def _run(path: Path) -> str:

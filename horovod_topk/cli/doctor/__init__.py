@@ -31,14 +31,18 @@ def main(args: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors from TensorFlow
     own = Finding("horovod_topk", __version__)
     build = software.find_build()
-    known = () if build is None else build.controllers
+    known = None if build is None else build.controllers
     listed = itertools.chain(software.findings(build), kernels.findings(), system.findings(known))
     for finding in itertools.chain([own], listed):
         _print(finding)
     if args.no_exchange:
         return 0
-    alone = build is None and is_installed("torch")
-    last = exchange.meet_without_horovod() if alone else exchange.meet(known)
+    if known is not None:
+        last = exchange.meet(known)
+    elif is_installed("torch"):
+        last = exchange.meet_without_horovod()
+    else:
+        last = Finding(exchange.NAME, "not tried, as there is neither Horovod nor PyTorch")
     _print(last)
     return 1 if last.cure else 0
 

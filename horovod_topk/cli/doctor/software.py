@@ -30,9 +30,10 @@ class Build:
 
 def findings(build: Build | None) -> Iterator[Finding]:
     """Yield findings about Horovod and the frameworks."""
-    yield horovod(version("horovod"), build)
-    yield controllers(build)
-    yield nccl(build, gpu=_sees_gpu())
+    yield horovod(version("horovod"), build, without=is_installed("torch"))
+    if build is not None:
+        yield controllers(build)
+        yield nccl(build, gpu=_sees_gpu())
     yield framework("PyTorch", version("torch"), "torch", "HOROVOD_WITH_PYTORCH", build)
     yield data_parallel(_backends())
     found = version(*TENSORFLOW, module="tensorflow")
@@ -66,9 +67,14 @@ def find_build() -> Build | None:
     return Build(built, names, bool(hvd.nccl_built()))
 
 
-def horovod(found: str | None, build: Build | None) -> Finding:
-    """Report Horovod's version."""
+def horovod(found: str | None, build: Build | None, *, without: bool = False) -> Finding:
+    """Report Horovod's version.
+
+    without: whether a framework is installed that exchanges without it, by horovod_topk.ddp.
+    """
     cure = "`make setup` builds it; pip alone does not, see README"
+    if build is None and without:
+        return Finding("Horovod", "not installed; horovod_topk.ddp needs none")
     if found is None or build is None:
         return Finding("Horovod", "not installed", cure)
     if build.error:
@@ -78,18 +84,17 @@ def horovod(found: str | None, build: Build | None) -> Finding:
     return Finding("Horovod", found)
 
 
-def controllers(build: Build | None) -> Finding:
+def controllers(build: Build) -> Finding:
     """Report the controllers, through which ranks find each other."""
-    known = () if build is None else build.controllers
-    if not known:
+    if not build.controllers:
         cure = REBUILD.format(flag="HOROVOD_WITH_GLOO")
         return Finding("controllers", "none: ranks cannot find each other", cure)
-    return Finding("controllers", ", ".join(known))
+    return Finding("controllers", ", ".join(build.controllers))
 
 
-def nccl(build: Build | None, *, gpu: bool) -> Finding:
+def nccl(build: Build, *, gpu: bool) -> Finding:
     """Report whether Horovod has NCCL, for collectives between GPUs."""
-    if build is not None and build.nccl:
+    if build.nccl:
         return Finding("NCCL", "built in")
     cure = "build Horovod again with HOROVOD_GPU_OPERATIONS=NCCL" if gpu else ""
     return Finding(

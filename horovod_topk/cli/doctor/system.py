@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from horovod_topk.cli import launcher
-from horovod_topk.cli.doctor.finding import Finding, is_installed, version
+from horovod_topk.cli.bench.nic import address
+from horovod_topk.cli.doctor.finding import Finding, version
 
 LIMIT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Launching:
+    """Which network interfaces ranks use, and how to name one."""
+
+    uses: str
+    option: str
+
+
+HOROVODRUN = Launching(
+    "horovodrun uses lo on a single host, else those that all hosts share",
+    "horovodrun --network-interfaces {}",
+)
+GLOO = Launching("torch's gloo uses that of the host name", "export GLOO_SOCKET_IFNAME={}")
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "tun", "tap")  # virtual cards
 
 
-def findings(controllers: Sequence[str] = ()) -> Iterator[Finding]:
+def findings(controllers: Sequence[str] | None = ()) -> Iterator[Finding]:
     """Yield findings in the order in which a launch needs them.
 
-    controllers: controllers that Horovod has.
+    controllers: controllers that Horovod has; None: without Horovod, torchrun starts ranks.
     """
-    path = shutil.which("mpirun")
-    yield mpirun(path, _first_line, wheel=_is_wheels(path), environment=os.environ)
-    if "mpi" in controllers:
-        yield without_launcher(launcher.wheel_prefix(), os.environ)
-    yield ssh(shutil.which("ssh"))
+    if controllers is not None:
+        path = shutil.which("mpirun")
+        yield mpirun(path, _first_line, wheel=_is_wheels(path), environment=os.environ)
+        if "mpi" in controllers:
+            yield without_launcher(launcher.wheel_prefix(), os.environ)
+        yield ssh(shutil.which("ssh"))
     yield host_name(socket.gethostname(), socket.gethostbyname)
-    yield interfaces(addresses())
+    yield interfaces(addresses(), HOROVODRUN if controllers is not None else GLOO)
 
 
 def mpirun(
@@ -92,32 +110,27 @@ def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
     return Finding("host name", f"{name}, {address}")
 
 
-def addresses() -> dict[str, list[str]] | None:
-    """Return IPv4 addresses by interface; None if psutil, which comes with Horovod, is missing."""
-    if not is_installed("psutil"):
-        return None
-    found = importlib.import_module("psutil").net_if_addrs()
-    inet = {
-        name: [a.address for a in each if a.family == socket.AF_INET]
-        for name, each in found.items()
-    }
-    return {name: listed for name, listed in inet.items() if listed}
+def addresses() -> dict[str, list[str]]:
+    """Return the IPv4 address of each interface that has one, in a list."""
+    found: dict[str, list[str]] = {}
+    for _, name in socket.if_nameindex():
+        with suppress(ValueError):  # it has none
+            found[name] = [address(name)]
+    return found
 
 
-def interfaces(found: Mapping[str, list[str]] | None) -> Finding:
-    """Report the network interfaces, and which ones horovodrun uses."""
-    if found is None:
-        return Finding("network interfaces", "unknown: psutil is missing", "pip install psutil")
+def interfaces(found: Mapping[str, list[str]], launching: Launching = HOROVODRUN) -> Finding:
+    """Report the network interfaces, and which ones a launcher uses."""
     listed = ", ".join(f"{name} {' '.join(each)}" for name, each in sorted(found.items()))
     cards = sorted(name for name, each in found.items() if not _is_loopback(each))
     if not cards:
         cure = "for several hosts, connect this one to a network"
         return Finding("network interfaces", f"{listed or 'none'}: usable on this host only", cure)
-    taken = f"{listed}; horovodrun uses lo on a single host, else those that all hosts share"
+    taken = f"{listed}; {launching.uses}"
     real = [name for name in cards if not name.startswith(VIRTUAL)]
     if len(cards) > 1:
         card = (real or cards)[0]
-        cure = f"among several hosts, name one: horovodrun --network-interfaces {card}"
+        cure = f"among several hosts, name one: {launching.option.format(card)}"
         return Finding("network interfaces", f"{taken}, of {', '.join(cards)}", cure)
     return Finding("network interfaces", f"{taken}: {cards[0]}")
 
