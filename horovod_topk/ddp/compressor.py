@@ -106,6 +106,7 @@ class Compressor(TrainingCompressor):
             except BaseException:
                 if isinstance(state, DDPState):
                     state.detach()
+                    self._states.discard(state)
                 raise
 
     def hook(

@@ -77,9 +77,9 @@ def _wrap_init(original: Method) -> Method:
             reduction_of(arguments["op"], hvd)
         exchanges = _without_hooks(self, lambda: original(self, *args, **kwargs))
         state = OptimizerState(self, compressor.config, compressor.grad_scaler, compressor.deferred)
-        compressor.attached(state)
         self._topkef = self._compression = state
         state.begin(self._register_hooks if exchanges else None)
+        compressor.attached(state)
         _BUILT.add(self)
 
     return __init__

@@ -56,7 +56,7 @@ UNKNOWN: dict[str, Make] = {
     "RMSprop": lambda: keras.optimizers.RMSprop(momentum=0.9),
     "Nadam": lambda: keras.optimizers.Nadam(),
     "Lion": lambda: keras.optimizers.Lion(),
-    "Own": lambda: Own(momentum=0.9),
+    f"{__name__}.Own": lambda: Own(momentum=0.9),
     "SGD": lambda: tf_keras.optimizers.SGD(momentum=lambda: 0.9),
 }
 

@@ -705,10 +705,11 @@ def fails(*args: Any, **kwargs: Any) -> None:
 
 def in_ddp(model: Any, optimizer: Any) -> None:
     """PyTorch refuses the hook, after all of our own checks."""
-    model.register_comm_hook = fails
+    model.register_comm_hook, compression = fails, TopKEF(**SPARSE, momentum="optimizer")
     with pytest.raises(ArithmeticError):
-        TopKEF(**SPARSE, momentum="optimizer").attach(model, optimizer)
+        compression.attach(model, optimizer)
     del model.register_comm_hook
+    assert not compression._living_states()
 
 
 def between_hooks(model: Any, optimizer: Any) -> None:
