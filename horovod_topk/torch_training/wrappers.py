@@ -67,7 +67,9 @@ def _has_hooks(optimizer: Any) -> bool:
 def _inside(wrapper: Any, path: str, depth: int = DEEPEST) -> Iterator[str]:
     """Yield expressions for the optimizers with hooks among an object's attributes."""
     attributes = getattr(wrapper, "__dict__", {}) if depth else {}
-    for name, value in attributes.items():
+    for own, value in attributes.items():
+        public = own.lstrip("_")  # as Lightning's property `optimizer`
+        name = public if getattr(wrapper, public, None) is value else own
         if value is not wrapper and hasattr(value, "param_groups") and hasattr(value, "step"):
             if _has_hooks(value):
                 yield f"{path}.{name}"

@@ -151,6 +151,21 @@ class ScheduleFree:
     def step(self, closure: Any = None) -> None: ...
 
 
+class OfLightning(torch.optim.Optimizer):
+    """As Lightning's: it shares the dictionaries of hooks, and has a step of its own."""
+
+    def __init__(self, optimizer: Any) -> None:
+        vars(self).update(vars(optimizer))
+        self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self._optimizer.step()
+
+
 class WithoutInit(torch.optim.Optimizer):
     def __init__(self) -> None: ...
     def step(self, closure: Any = None) -> None: ...
@@ -171,6 +186,7 @@ def post_local_sgd() -> Any:
     [
         (lambda: Lookahead(sgd()), r"Lookahead wraps an opt.*inside it, optimizer.base_optimizer,"),
         (lambda: ScheduleFree(Lookahead(sgd())), r"inside it, optimizer.base.base_optimizer, and"),
+        (lambda: OfLightning(sgd()), r"inside it, optimizer.optimizer, and go on calling the wrap"),
         (post_local_sgd, r"PostLocalSGDOptimizer wraps .*inside it, optimizer.optim,"),
         (WithoutInit, r"has not called Optimizer.__init__.*super\(\).__init__\(params, defaults\)"),
         (lambda: None, r"the optimizer is None, which is no opt.*Pass a torch.optim.Optimizer of"),
