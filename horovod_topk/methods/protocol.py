@@ -186,6 +186,7 @@ class Method(Settings):
     in_rounds: ClassVar[bool] = False  # whether it is of the kind `Rounds`
     error_feedback: ClassVar[bool] = True  # whether residuals are kept; may be a field instead
     measured: ClassVar[tuple[str, ...]] = ()  # names of a codec's own measures: `Codec.measure`
+    may_send_nothing: ClassVar[bool] = False  # of a tensor that is not 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -54,6 +54,7 @@ class QSGD(SeededCodec):
     """
 
     id: ClassVar[int] = 4
+    may_send_nothing: ClassVar[bool] = True
 
     bits: int = 4  # bits of an element, 2 to 8
     block: int = 128  # elements that share a scale, 16 to 65536

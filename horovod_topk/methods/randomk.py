@@ -42,6 +42,7 @@ class RandomK(Rounds, Seeded):
     """
 
     id: ClassVar[int] = 3
+    may_send_nothing: ClassVar[bool] = True
     rounds: ClassVar[int] = 1
 
     ratio: float = 0.01  # share of each tensor's elements that is sent a step, in (0, 1]

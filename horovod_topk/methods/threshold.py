@@ -80,6 +80,7 @@ class Threshold(Codec):
     """
 
     id: ClassVar[int] = 10
+    may_send_nothing: ClassVar[bool] = True
     measured: ClassVar[tuple[str, ...]] = (ABOVE, COUNTED)
 
     threshold: float = 3.0  # of magnitudes: times the tensor's root mean square if `relative`

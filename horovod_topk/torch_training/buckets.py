@@ -14,9 +14,9 @@ from horovod_topk.torch_training.ready import (
     Slot,
     any_applied,
     changed,
-    cleared,
     first_elements,
     is_sparse,
+    zeroed,
 )
 from horovod_topk.torch_training.stepping import moved_by
 
@@ -165,13 +165,18 @@ class Buckets:
         missing = (slot for slot in self.slots.values() if slot.ready is None)
         return [slot for slot in missing if is_sparse(slot.parameter.grad)]
 
-    def use_of(self, optimizer: Any) -> Use | None:
-        """What a step that begins uses of the exchanged gradients; None: none of them."""
+    def use_of(self, optimizer: Any, *, with_zeros: bool) -> Use | None:
+        """What a step that begins uses of the exchanged gradients; None: none of them.
+
+        with_zeros: whether ranks may have exchanged zeros. Else zeros were written since.
+        """
         exchanged = [slot for slot in self.slots.values() if slot.exchanged is not None]
         if not any_applied(exchanged):
             return None
         moves = {id(p): moves for p, moves in moved_by(optimizer)}
-        gone = cleared(exchanged)
+        gone = {slot for slot in exchanged if slot.parameter.grad is None}
+        if not with_zeros:
+            gone |= zeroed([slot for slot in exchanged if slot not in gone])
         gone |= {slot for slot in exchanged if id(slot.parameter) not in moves}
         if len(gone) == len(exchanged):
             return None

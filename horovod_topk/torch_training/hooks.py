@@ -164,13 +164,15 @@ class Hooks(abc.ABC):
     def _after_closure(self, optimizer: Any) -> None:
         """Check what a closure has computed, and prepare the step with it."""
         self._check_closure(optimizer)
+        self._use = None
         self._decide(optimizer)
         self._prepare(optimizer)
 
     def _decide(self, optimizer: Any) -> None:
         """Note what the step that begins uses: it may clear gradients, or write to them."""
-        if not self._is_around(optimizer):
-            self._use = None if applies_nothing(optimizer) else self._buckets.use_of(optimizer)
+        if not self._is_around(optimizer) and not applies_nothing(optimizer):
+            zeros = self._compressor.config.may_send_nothing
+            self._use = self._buckets.use_of(optimizer, with_zeros=zeros)
 
     def _prepare(self, optimizer: Any) -> None:
         """Prepare the optimizer's own step, if it depends on arrivals: once for each exchange."""

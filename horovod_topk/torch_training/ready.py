@@ -23,6 +23,7 @@ from horovod_topk.ops.torch import DTYPES
 from horovod_topk.torch_training.specs import describe, spec_of
 
 COMPARED = 256  # elements of a gradient that are compared before and after its exchange
+FEW = 4096  # elements that are searched first for one that is not 0
 REPLACED = 1 << 32  # as a number of writes: the gradient is another tensor
 
 
@@ -164,23 +165,22 @@ def first_elements(gradients: Sequence[Tensor], most: int = COMPARED) -> Tensor:
     )
 
 
-def cleared(slots: Sequence[Slot]) -> set[Slot]:
-    """Slots whose exchanged gradient was set to None or to zeros since.
+def zeroed(slots: Sequence[Slot]) -> set[Slot]:
+    """Slots whose exchanged gradients, which were not 0, are zeros now.
 
-    Nothing tells zeros that were exchanged from zeros that were written. So only gradients that
-    were written to more often than others are looked at: clipping writes once to each. Waits for
-    the device if there are any.
+    Only gradients that were written to more often than others are looked at, as clipping writes
+    once to each; or all, if each was written to. Waits for the device if there are any.
     """
-    gone = {slot for slot in slots if slot.parameter.grad is None}
-    writes = {slot: slot.writes() for slot in slots if slot not in gone}
+    writes = {slot: slot.writes() for slot in slots}
     least = min(writes.values(), default=0)
+    if least and not any(_is_nonzero(slot.parameter.grad) for slot in slots):
+        return set(slots)
     odd = [slot for slot, count in writes.items() if count > least]
-    if odd:
-        elements = [_elements(slot.parameter.grad) for slot in odd]
-        flags = [torch.any(each).to(elements[0].device) for each in elements]
-        found = zip(odd, torch.stack(flags).tolist(), strict=True)
-        gone |= {slot for slot, has_any in found if not has_any}
-    return gone
+    if not odd:
+        return set()
+    elements = [_elements(slot.parameter.grad) for slot in odd]
+    flags = torch.stack([torch.any(each).to(elements[0].device) for each in elements])
+    return {slot for slot, has_any in zip(odd, flags.tolist(), strict=True) if not has_any}
 
 
 def any_applied(slots: Iterable[Slot]) -> bool:
@@ -201,8 +201,10 @@ def is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.is_sparse
 
 
-def _is_nonzero(gradient: Tensor) -> bool:
-    return bool(torch.any(_elements(gradient)))
+def _is_nonzero(gradient: Any) -> bool:
+    elements = _elements(gradient)
+    few = elements.reshape(-1)[:FEW] if elements.is_contiguous() else elements[:1]
+    return bool(torch.any(few)) or bool(torch.any(elements))
 
 
 def _elements(gradient: Any) -> Tensor:

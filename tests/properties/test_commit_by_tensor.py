@@ -15,6 +15,7 @@ from oracle.jobs import jobs, steps
 from oracle.world import Gradients, World
 
 from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.methods import METHODS
 from horovod_topk.methods.powersgd import PowerSGD
 from horovod_topk.methods.protocol import Method
 from horovod_topk.methods.topk import TopK
@@ -172,6 +173,19 @@ def test_velocities_and_arrivals_of_a_frozen_tensor_go_on() -> None:
     commit(sgd, frozen=["b"])
     changed = {key.split()[1] for key, now in state(sgd, "b").items() if now != before[key]}
     assert changed == {"state.arrivals"} | (changed & {"state.factors"})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_residuals_of_a_frozen_tensor_stay_with_every_method(method: str) -> None:
+    world = frozen_world(NUMPY, METHODS[method](min_numel=0), "b")
+    before = [one["b"].tobytes() for one in world.residuals()]
+    world.exchange(of_two(4, seed=2))
+    commit(world, frozen=["b"])
+    assert [one["b"].tobytes() for one in world.residuals()] == before
+    for compressor in world.ranks:
+        compressor.frozen = tuple
+    found = world.step(of_two(4, seed=3))
+    assert all(np.isfinite(one["b"]).all() for one in found)
 
 
 def test_nothing_is_copied_where_no_tensor_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from horovod_topk.core.plan import make_plan
 from horovod_topk.errors import GradientChangedError
+from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import TopK
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.ready import COMPARED, first_elements
@@ -103,8 +104,11 @@ def exchanged(*each: torch.Tensor) -> Buckets:
     return buckets
 
 
-def use(buckets: Buckets, *rates: Any) -> tuple[set[str], set[str]] | None:
-    found = buckets.use_of(Stepped(buckets, *(rates or [0.1] * len(buckets.slots))))
+def use(
+    buckets: Buckets, *rates: Any, with_zeros: bool = False
+) -> tuple[set[str], set[str]] | None:
+    optimizer = Stepped(buckets, *(rates or [0.1] * len(buckets.slots)))
+    found = buckets.use_of(optimizer, with_zeros=with_zeros)
     return None if found is None else (set(found.without), set(found.frozen))
 
 
@@ -160,8 +164,21 @@ def test_clipped_zeros_and_replaced_gradients_are_used() -> None:
 
 
 def test_gradients_that_were_all_dropped_are_not_applied() -> None:
-    for drop in DROPPING[:2]:
-        buckets = exchanged(torch.ones(3), torch.ones(4))
+    for drop in DROPPING:
+        buckets = exchanged(torch.ones(3), torch.ones(5000))
         for slot in buckets.slots.values():
             drop(slot.parameter)
         assert use(buckets) is None
+
+
+@pytest.mark.parametrize("drop", DROPPING[1:])
+def test_zeros_that_ranks_may_have_exchanged_are_used(drop: Callable[[Any], object]) -> None:
+    """As those of `Threshold`, which sends nothing of a tensor that is below it."""
+    assert [m for m, kind in METHODS.items() if kind.may_send_nothing] == [
+        "RandomK",
+        "QSGD",
+        "Threshold",
+    ]
+    buckets = exchanged(torch.ones(3), torch.ones(4))
+    drop(next(iter(buckets.slots.values())).parameter)
+    assert use(buckets, with_zeros=True) == (set(), set())
