@@ -16,6 +16,7 @@ from horovod_topk.torch_training.ready import (
     changed,
     first_elements,
     is_sparse,
+    is_untouched,
     zeroed,
 )
 from horovod_topk.torch_training.stepping import moved_by
@@ -174,14 +175,17 @@ class Buckets:
         if not any_applied(exchanged):
             return None
         moves = {id(p): moves for p, moves in moved_by(optimizer)}
-        gone = {slot for slot in exchanged if slot.parameter.grad is None}
-        if not with_zeros:
-            gone |= zeroed([slot for slot in exchanged if slot not in gone])
-        gone |= {slot for slot in exchanged if id(slot.parameter) not in moves}
+        gone = {slot for slot in exchanged if id(slot.parameter) not in moves}
+        if not all(map(is_untouched, exchanged)):
+            gone |= {slot for slot in exchanged if slot.parameter.grad is None}
+            gone |= set() if with_zeros else zeroed([s for s in exchanged if s not in gone])
         if len(gone) == len(exchanged):
             return None
-        frozen = [s for s in exchanged if s not in gone and not moves[id(s.parameter)]]
-        return Use({s.spec.name for s in gone}, {s.spec.name for s in frozen})
+        frozen: set[str] = set()
+        if not all(moves.values()):
+            found = (slot for slot in exchanged if slot not in gone)
+            frozen = {slot.spec.name for slot in found if not moves[id(slot.parameter)]}
+        return Use({slot.spec.name for slot in gone}, frozen)
 
     def forget_exchanged(self) -> None:
         """Forget the exchanged gradients, once a step is over."""

@@ -165,6 +165,13 @@ def first_elements(gradients: Sequence[Tensor], most: int = COMPARED) -> Tensor:
     )
 
 
+def is_untouched(slot: Slot) -> bool:
+    """Whether a slot's exchanged gradient is still there, without a write that PyTorch counts."""
+    gradient, exchanged = slot.parameter.grad, slot.exchanged
+    assert exchanged is not None
+    return gradient is exchanged.owner and gradient._version == exchanged.version
+
+
 def zeroed(slots: Sequence[Slot]) -> set[Slot]:
     """Slots whose exchanged gradients, which were not 0, are zeros now.
 
