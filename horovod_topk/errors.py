@@ -86,6 +86,10 @@ class PlanMismatchError(TopKError, RuntimeError):
     """Ranks differ in their settings or in the tensors that they exchange."""
 
 
+class MissingRanksError(TopKError, RuntimeError):
+    """Other ranks did not come to a meeting of all ranks within the time limit."""
+
+
 class PayloadError(TopKError, RuntimeError):
     """Received bytes are not a payload of this bucket."""
 

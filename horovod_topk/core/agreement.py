@@ -10,7 +10,9 @@ import struct
 from collections.abc import Mapping
 from typing import TypeVar
 
+from horovod_topk.core import payload
 from horovod_topk.core.exchange import Collective
+from horovod_topk.core.meeting import Meets
 from horovod_topk.core.plan import Plan, digest
 from horovod_topk.errors import PlanMismatchError
 from horovod_topk.ops import Ops
@@ -25,12 +27,15 @@ CURES = {
     "kernels": "Train on GPUs alone or on CPUs alone, with one version of Triton for all ranks"
 }
 
-_RECORD = struct.Struct("<8sI")  # a field's digest, and the bytes of its text
-_ORDINAL = struct.Struct("<I")
+ONE_VERSION = "Install one version of horovod_topk for all ranks"
+
+_RECORD = struct.Struct("<8sII")  # digest of all fields, bytes of their text, and an ordinal
 
 
 def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Array]) -> int:
     """Check that all ranks have one plan; return the highest ordinal that any rank proposes.
+
+    A rank that compresses nothing calls `agree_on_nothing`.
 
     Where the optimizer's steps depend on arrivals, their kernels have to be of one kind, too.
 
@@ -43,22 +48,40 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
 
     Raises:
         PlanMismatchError: on every rank, when any two plans differ.
+        MissingRanksError: a rank did not come within the limit.
     """
     devices = {bucket.device for bucket in plan.buckets} if plan.config.by_arrivals else ()
     kernels: list[object] = [*sorted(set(map(ops.kernel_kind, devices)))]
-    fields = {**plan.fields(), "kernels": kernels}
-    texts = {field: json.dumps(value).encode() for field, value in fields.items()}
-    records = [_RECORD.pack(digest(fields[field]), len(text)) for field, text in texts.items()]
-    proposal = b"".join(records) + _ORDINAL.pack(ordinal)
-    gathered = gather_bytes(proposal, "topkef.agreement", ops, collective)
-    for position, field in enumerate(texts):
-        seen = [_RECORD.unpack_from(data, position * _RECORD.size) for data in gathered]
-        if len({fingerprint for fingerprint, _ in seen}) > 1:
-            width = max(length for _, length in seen)
-            lists = gather_bytes(texts[field].ljust(width), "topkef.mismatch", ops, collective)
-            found = {rank: json.loads(data) for rank, data in enumerate(lists)}
-            raise _mismatch(field, found, collective.rank)
-    return max(int(_ORDINAL.unpack(data[-_ORDINAL.size :])[0]) for data in gathered)
+    return _agree({**plan.fields(), "kernels": kernels}, ordinal, ops, collective)
+
+
+def agree_on_nothing(compression: str, ops: Ops[Array], collective: Collective[Array]) -> None:
+    """Check that no rank compresses gradients, as this one does not. A collective, as `agree`.
+
+    Args:
+        compression: what exchanges this rank's gradients.
+
+    Raises:
+        PlanMismatchError: on every rank, when another rank compresses them.
+    """
+    _agree({"format": [payload.VERSION], "method": [compression]}, 0, ops, collective)
+
+
+def _agree(
+    fields: Mapping[str, list[object]],
+    ordinal: int,
+    ops: Ops[Array],
+    collective: Collective[Array],
+) -> int:
+    text = json.dumps(fields).encode()
+    record = _RECORD.pack(digest(fields), len(text), ordinal)
+    gathered = gather_bytes(record, "topkef.agreement", ops, collective)
+    seen = [_RECORD.unpack(data) for data in gathered]
+    if len({fingerprint for fingerprint, *_ in seen}) > 1:
+        width = max(length for _, length, _ in seen)
+        texts = gather_bytes(text.ljust(width), "topkef.mismatch", ops, collective)
+        raise mismatch({r: json.loads(each) for r, each in enumerate(texts)}, collective.rank)
+    return max(int(proposed) for *_, proposed in seen)
 
 
 def gather_bytes(
@@ -69,16 +92,27 @@ def gather_bytes(
     Raises:
         PlanMismatchError: on every rank, when lengths differ, as with different package versions.
     """
+    if isinstance(collective, Meets):
+        return collective.meet(data, name)
     array = ops.zeros(len(data), "uint8", "cpu")
     ops.store_bytes(array, 0, data)
     gathered = ops.to_host(collective.allgather(array, name).wait())
-    if len(gathered) != len(data) * collective.size:
+    return in_rows(gathered, len(data), collective.size, collective.rank)
+
+
+def in_rows(gathered: bytes, length: int, ranks: int, rank: int) -> list[bytes]:
+    """Split gathered bytes into those of each rank, which all have the length of this rank's.
+
+    Raises:
+        PlanMismatchError: lengths differ, as with different package versions.
+    """
+    if len(gathered) != length * ranks:
         raise PlanMismatchError(
-            f"{collective.size} ranks sent {len(gathered)} bytes for their agreement, this one "
-            f"(rank {collective.rank}) {len(data)} of them: they do not describe the same things",
-            cure="Install one version of horovod_topk for all ranks",
+            f"{ranks} ranks sent {len(gathered)} bytes for their agreement, this one (rank {rank}) "
+            f"{length} of them: they do not describe the same things",
+            cure=ONE_VERSION,
         )
-    return [gathered[r * len(data) : (r + 1) * len(data)] for r in range(collective.size)]
+    return [gathered[r * length : (r + 1) * length] for r in range(ranks)]
 
 
 def mismatch(plans: Mapping[int, Mapping[str, list[object]]], rank: int) -> PlanMismatchError:
@@ -89,7 +123,11 @@ def mismatch(plans: Mapping[int, Mapping[str, list[object]]], rank: int) -> Plan
         rank: this process' rank.
     """
     one = plans[rank if rank in plans else min(plans)]
-    field = next(f for f in one if any(other[f] != one[f] for other in plans.values()))
+    others = plans.values()
+    field = next((f for f in one if any(o.get(f, one[f]) != one[f] for o in others)), None)
+    if field is None:
+        names = [sorted(fields) for fields in plans.values()]
+        return PlanMismatchError(f"ranks describe their plans by {names}", cure=ONE_VERSION)
     return _mismatch(field, {r: fields[field] for r, fields in plans.items()}, rank)
 
 

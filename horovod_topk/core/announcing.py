@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from horovod_topk.core import payload as wire
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import Collective, Pending
 from horovod_topk.core.momentum import correct
@@ -178,10 +177,9 @@ class Encoder(Generic[Array]):
         assert self._plan is not None
         assert self._collective is not None
         pending, self._pending = self._pending, None
-        gathered, size, ranks = pending.wait(), self._plan.payload_bytes, self._collective.size
-        received = self._ops.numel(gathered)
-        if received not in (None, size * ranks):  # None: not known while a graph is built
-            raise wire.wrong_length(received, size, ranks, self._plan.ordinal)
+        gathered = pending.wait()
+        if self._ops.numel(gathered) is not None:  # None: not known while a graph is built
+            self._codec.check_length(self._plan, gathered, self._collective.size)
         rows, flags = self._codec.rows(self._plan, gathered)
         told: list[list[Announced[Array]]] = [[] for _ in self._arenas]
         for position, row in enumerate(rows):

@@ -170,6 +170,8 @@ class Attached(Generic[Kept]):
         """
         check_all_exchange(self._process_set)
         self.manager = manager
+        if self.active:
+            self._state.states_facts = True
         if manager.units:
             self.resume(manager.clock, manager.units)
             self.take_shared(manager.shared)

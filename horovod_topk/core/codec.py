@@ -19,10 +19,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from horovod_topk.core import facts
 from horovod_topk.core import payload as wire
 from horovod_topk.core.measures import Rows, total_of
 from horovod_topk.core.momentum import correct
-from horovod_topk.core.payload import HEADER_BYTES
+from horovod_topk.core.payload import FACTS_AT, HEADER_BYTES
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.errors import PayloadError
@@ -71,6 +72,20 @@ class PayloadCodec(Generic[Array]):
         self._encoders: dict[bytes, Fused[Array] | None] = {}  # kernels that encode, too
         self._committed: Callable[[], Any] = lambda: 0
         self._rank: Callable[[], int] = lambda: 0
+        self._facts: dict[int, bytes | Array] = {}  # by the ordinal of the bucket that states them
+
+    def state_facts(self, ordinal: int, facts: bytes | Array) -> None:
+        """Set the facts that this rank states with a bucket in the step that begins.
+
+        Args:
+            ordinal: the plan's first bucket.
+            facts: the number of `horovod_topk.core.facts` as 4 bytes, in a graph a uint8 array.
+        """
+        self._facts = {ordinal: facts}
+
+    def facts_for(self, bucket: BucketPlan) -> bytes | Array | None:
+        """The facts that this rank states with a bucket; None: another bucket states them."""
+        return self._facts.get(bucket.ordinal)
 
     def draw_from(self, committed: Callable[[], Any], rank: Callable[[], int]) -> None:
         """Set the step and rank from which methods derive their random numbers.
@@ -174,6 +189,7 @@ class PayloadCodec(Generic[Array]):
         layout, flags = bucket.layout, (1 << len(bucket.gradients)) - 1
         data = flags.to_bytes(layout.flags_bytes, "little")
         self._ops.store_bytes(payload, layout.flags_at, data)
+        self._write_facts(bucket, payload)
 
     def encode(
         self,
@@ -260,16 +276,35 @@ class PayloadCodec(Generic[Array]):
                 self._encode_alone(each, gradients, payload)
                 if velocities is not None:
                     self.damp(each, payload, gradients, velocities)
-        plan = arenas[0].plan
-        if self._given.get(plan.ordinal) is not self._sealed.get(plan.fingerprint):
-            self.seal([each.plan for each in arenas], payloads)
+        self.seal([each.plan for each in arenas], payloads)
 
     def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
-        """Write this rank's measures into the payloads that it has encoded."""
+        """Write this rank's facts and measures into the payloads that it has encoded."""
+        first = buckets[0]
+        is_sealed = self._given.get(first.ordinal) is self._sealed.get(first.fingerprint)
         for bucket, payload in zip(buckets, payloads, strict=True):
-            if bucket.measures and bucket.ordinal in self._given:
+            self._write_facts(bucket, payload)
+            if not is_sealed and bucket.measures and bucket.ordinal in self._given:
                 self._store_measures(bucket, payload, HEADER_BYTES)
                 self._sealed[bucket.fingerprint] = self._given[bucket.ordinal]
+
+    def _write_facts(self, bucket: BucketPlan, payload: Array) -> None:
+        facts = self._facts.get(bucket.ordinal)
+        if isinstance(facts, bytes):
+            self._ops.store_bytes(payload, FACTS_AT, facts)
+        elif facts is not None:
+            self._ops.store(payload, FACTS_AT, facts)
+
+    def check_length(self, bucket: BucketPlan, gathered: Array, ranks: int) -> None:
+        """Refuse gathered bytes that are not one payload of a bucket from each rank.
+
+        Raises:
+            PlanMismatchError: ranks are at different ratio levels.
+            PayloadError: the bytes are no payloads.
+        """
+        size, received = bucket.layout.payload_bytes // bucket.writers, self._ops.numel(gathered)
+        if received != size * ranks:
+            raise wire.wrong_length(self._ops.to_host(gathered), size, ranks, bucket.ordinal)
 
     def rows(
         self, bucket: BucketPlan, gathered: Array
@@ -521,9 +556,13 @@ class PayloadCodec(Generic[Array]):
         """
         headers, layout = bucket.headers, bucket.layout
         begin, end, bits = layout.flags_at, layout.flags_at + layout.flags_bytes, 0
+        stated = {head[FACTS_AT:HEADER_BYTES] for head in heads}
+        if len(stated) > 1 and all(map(wire.is_payload, heads)):
+            positions = range(len(heads))
+            raise facts.mismatch({bucket.sender(p): wire.facts_of(heads[p]) for p in positions})
         for position, head in enumerate(heads):
             header = headers[position % len(headers)]
-            if head[:HEADER_BYTES] != header:
+            if head[:FACTS_AT] != header[:FACTS_AT]:
                 raise wire.foreign(head, header, bucket.sender(position), bucket.ordinal)
             bits |= int.from_bytes(head[begin:end], "little")
         flags = [bool(bits >> position & 1) for position in range(len(bucket.gradients))]

@@ -17,8 +17,11 @@ from horovod_topk.core.arrivals import NORMS
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.exchange.selection import dense_beside
+from horovod_topk.core.facts import digest_of, digest_of_rates, mismatch, pack, with_ratio
 from horovod_topk.core.measures import EXPOSED, STEP, VERDICT, Rows
+from horovod_topk.core.meeting import Meets
 from horovod_topk.core.momentum import Momenta, check_dtypes
+from horovod_topk.core.payload import FACTS_BYTES
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import Rates
@@ -30,6 +33,7 @@ from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED,
 from horovod_topk.core.stats import Sample
 from horovod_topk.core.step import Step, Storage
 from horovod_topk.core.timing import StepTimer
+from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -93,6 +97,10 @@ class Compressor(State[Array]):
         self._place = self.place  # that the buckets' exchanges are built for
         self.step = self._new_step()
         self.frozen: Callable[[], Collection[str]] = tuple  # tensors whose learning rate is 0 now
+        meets: object = exchange.collective
+        self._meets = meets if isinstance(meets, Meets) else None
+        self._met = self._sends  # what this rank sends is known to all ranks
+        self._refused: tuple[object, TopKError] | None = None  # by a meeting
 
     @property
     def agreed(self) -> Plan:
@@ -149,6 +157,8 @@ class Compressor(State[Array]):
         self._take_sample()
         self._sums = self._ops.joined(sums) if sums else None
         self.counter.committed += 1
+        if without:
+            self._left_out = digest_of((name.encode() for name in sorted(without)), self._left_out)
         self._end((), committed=True)
         return True
 
@@ -259,6 +269,11 @@ class Compressor(State[Array]):
         if self.velocity is not None and self.guard.is_taking_back:
             for name, velocity in self._momenta.velocities().items():
                 self.velocity.assign(name, velocity)
+        facts = self._pack_facts()
+        if self._meets is not None and self._sends != self._met:
+            self._meet(self._meets, facts)
+        if self.states_facts and self.plan.buckets:
+            self._codec.state_facts(self.plan.buckets[0].ordinal, facts)
         level = self.ratio, self._corrects, self._next_exchange
         if level != self._level or self.place != self._place:
             self._turn_to(*level)
@@ -277,6 +292,47 @@ class Compressor(State[Array]):
         for arenas in self._sent_arenas():
             if arenas.aside:
                 arenas.put_back(counts, self._ops)
+
+    @property
+    def _sends(self) -> tuple[object, ...]:
+        """What has to be equal on all ranks before any of them sends, or collectives do not match.
+
+        Other differences are found in payloads.
+        """
+        sends = self._next_exchange is self._usual
+        if self._meets is None or not self._meets.in_order:
+            return (sends,)
+        return sends, self.ratio, self.counter.lineage, self.counter.asked
+
+    def _meet(self, meets: Meets, facts: bytes) -> None:
+        """Meet all ranks, as this one is about to send something else than before.
+
+        Raises:
+            MissingRanksError, PlanMismatchError: others are not; nothing has changed.
+        """
+        sends = self.counter.committed, self._sends
+        if self._refused is not None and self._refused[0] == sends:
+            raise self._refused[1]  # for another bucket of the same backward
+        try:
+            said = meets.meet(facts, f"{self.name}.meeting")
+            if len({*said}) > 1:
+                numbers = [int.from_bytes(each, "little") for each in said]
+                raise mismatch(dict(enumerate(numbers)))
+        except TopKError as error:
+            self._refused = sends, error
+            raise
+        self._met = sends[1]
+
+    def _pack_facts(self) -> bytes:
+        """Facts of the step that begins, as a payload's header states them."""
+        counter, rates = self.counter, 0
+        if self.rates is not None:
+            rates = digest_of_rates(self.rates.shared())
+        known = counter.lineage + self._left_out
+        state = with_ratio(known, self.schedule.position(counter.asked))
+        level = self.schedule.below_usual(self.ratio)
+        number = pack(counter.committed, level, state, rates)
+        return int(number).to_bytes(FACTS_BYTES, "little")
 
     def _follow(self, factors: Mapping[str, float]) -> None:
         """Rescale residuals of the tensors whose learning rates have changed."""
@@ -326,10 +382,8 @@ class Compressor(State[Array]):
         self.step.probe = probe
 
     def _new_step(self) -> Step[Array]:
-        label = self.schedule.label(self.plan.config.ratio)
-        name = f"{self.name}{label}"
         shared = self._ops, self._codec, self.exchange
-        arguments = *shared, name, self._momenta, self._decay, self._number, self.timer
+        arguments = *shared, self.name, self._momenta, self._decay, self._number, self.timer
         return Step(self.plan, self._storage, *arguments)
 
     def _number(self, name: str) -> float:

@@ -10,7 +10,8 @@ and the position of every section follow from the plan alone, never from the dat
     6               2       M, the bytes of measures: a multiple of 4
     8               4       T, the number of tensors
     12              8       digest of the bucket's plan
-    20              4       reserved: a writer MUST write 0, a reader MUST refuse anything else
+    20              4       facts that ranks share in this step (`horovod_topk.core.facts`), in the
+                            payloads of the plan's first bucket; 0 in all others
     24              M       measures: float32 numbers that ranks tell each other, in the order in
                             which the plan names them (`horovod_topk.core.measures`)
     24 + M          F       non-finite flags, F = ceil(T / 8): bit t % 8 of byte t / 8 is set if
@@ -21,8 +22,9 @@ and the position of every section follow from the plan alone, never from the dat
 The body begins at the next multiple of 8, and the payload ends at the next multiple of 16 (NCCL is
 slow with others). All bytes between MUST be 0, so that equal content is equal bytes.
 
-A reader MUST compare bytes 0 to 23 with those of its own plan and refuse the payload where they
-differ: two ranks with different plans would otherwise read noise. A tensor that any rank flags MUST
+A reader MUST compare bytes 0 to 19 with those of its own plan and refuse the payload where they
+differ: two ranks with different plans would otherwise read noise. It MUST refuse payloads whose
+facts differ: their writers would go on with different weights. A tensor that any rank flags MUST
 decode to NaN on every rank, and its data in the body MUST be ignored.
 
 There is no checksum: transports have theirs. A reader refuses a payload that could take it out of
@@ -36,6 +38,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from horovod_topk.core import facts
 from horovod_topk.errors import PayloadError, PlanMismatchError, TopKError
 
 MAGIC = b"HTKP"
@@ -45,6 +48,8 @@ END = 16  # bytes; a payload ends at a multiple of it
 MEASURE = 4  # bytes of a measure
 _HEADER = struct.Struct("<4sBBHI8sI")
 HEADER_BYTES = _HEADER.size  # 24
+FACTS_AT, FACTS_BYTES = 20, 4
+_OPENING = MAGIC + bytes([VERSION])
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,42 @@ def measures_of(head: bytes, count: int) -> tuple[float, ...]:
     return struct.unpack_from(f"<{count}f", head, HEADER_BYTES)
 
 
-def wrong_length(received: int, payload_bytes: int, ranks: int, bucket: int) -> PayloadError:
-    """The error for a gathered buffer whose `received` bytes are not one payload from each rank."""
+def facts_within(gathered: bytes) -> list[int]:
+    """Find the payloads in bytes that are payloads one after another; return the facts of each.
+
+    It serves where payloads have other lengths than planned, and begin elsewhere.
+    """
+    starts = [at for at in range(0, len(gathered), END) if gathered.startswith(_OPENING, at)]
+    heads = [gathered[at : at + HEADER_BYTES] for at in starts]
+    return [facts_of(head) for head in heads if len(head) == HEADER_BYTES]
+
+
+def is_payload(head: bytes) -> bool:
+    """Whether bytes open as a payload of this format does."""
+    return head.startswith(_OPENING)
+
+
+def facts_of(head: bytes) -> int:
+    """Read the facts that ranks share from the first bytes of a payload."""
+    return int.from_bytes(head[FACTS_AT : FACTS_AT + FACTS_BYTES], "little")
+
+
+def with_facts(payload: bytes, facts: int) -> bytes:
+    """A payload that states other facts."""
+    stated = facts.to_bytes(FACTS_BYTES, "little")
+    return payload[:FACTS_AT] + stated + payload[FACTS_AT + FACTS_BYTES :]
+
+
+def wrong_length(gathered: bytes, payload_bytes: int, ranks: int, bucket: int) -> TopKError:
+    """The error for gathered bytes that are not one payload from each rank.
+
+    It is a PlanMismatchError if these are payloads of ranks at different ratio levels.
+    """
+    found = facts_within(gathered)
+    if len(found) == ranks and len({*found}) > 1:
+        return facts.mismatch(dict(enumerate(found)))
     return PayloadError(
-        f"bucket {bucket}: {received} bytes arrived from {ranks} ranks, the plan says "
+        f"bucket {bucket}: {len(gathered)} bytes arrived from {ranks} ranks, the plan says "
         f"{payload_bytes} from each",
         cure="Start all ranks with the same model, settings and version of horovod_topk",
     )
@@ -111,9 +148,7 @@ def foreign(received: bytes, expected: bytes, rank: int, bucket: int) -> TopKErr
     another method or format, and for bytes that are no payload.
     """
     where = f"bucket {bucket}, rank {rank}"
-    magic, version, method, measures, tensors, digest, reserved = _HEADER.unpack(
-        received[:HEADER_BYTES]
-    )
+    magic, version, method, measures, tensors, digest, _ = _HEADER.unpack(received[:HEADER_BYTES])
     own = _HEADER.unpack(expected)
     if magic != MAGIC:
         return PayloadError(
@@ -131,10 +166,9 @@ def foreign(received: bytes, expected: bytes, rank: int, bucket: int) -> TopKErr
             f"{where}: method {method}, this rank's is {own[2]}",
             cure="Pass the same compression= on all ranks",
         )
-    if measures != own[3] or reserved:
+    if measures != own[3]:
         return PayloadError(
-            f"{where}: {measures} bytes of measures and {reserved} in reserved bytes, this version "
-            f"writes {own[3]} and 0",
+            f"{where}: {measures} bytes of measures, this version writes {own[3]}",
             cure="Install the same version of horovod_topk on all ranks",
         )
     return PlanMismatchError(

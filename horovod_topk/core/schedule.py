@@ -19,10 +19,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from horovod_topk import schedules
 from horovod_topk.config import Settings
+from horovod_topk.core.facts import START
 from horovod_topk.core.measures import Measures
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
@@ -54,6 +56,7 @@ class Counter(Protocol):
     committed: int  # number of committed steps, including those of a loaded state
     asked: float | None  # the ratio that a user asked for instead of the schedule's
     decision: Decision  # the schedule's last decision
+    lineage: int  # digest of what was loaded, reset or left out: `horovod_topk.core.facts`
 
 
 @dataclass
@@ -63,6 +66,7 @@ class HostCounter:
     committed: int = 0
     asked: float | None = None
     decision: Decision = ()
+    lineage: int = START
 
 
 class Schedule:
@@ -95,7 +99,7 @@ class Schedule:
         """Whether a schedule decides levels from measures."""
         return self._schedule is not None
 
-    @property
+    @cached_property
     def levels(self) -> tuple[float, ...]:
         """Every ratio that a step can have, largest first."""
         usual = self._config.ratio
@@ -202,9 +206,10 @@ class Schedule:
                 )
             self.settings(ratio)  # checks the values
 
-    def label(self, ratio: float) -> str:
-        """Suffix of the names of collectives at a level; empty for the ratio of the settings.
+    def position(self, ratio: float | None) -> int:
+        """Position of a ratio among the levels; -1: None."""
+        return -1 if ratio is None else self.levels.index(ratio)
 
-        TensorFlow allows its characters in a name, so that names are equal in all frameworks.
-        """
-        return "" if ratio == self._config.ratio else f"-{ratio!r}"
+    def below_usual(self, ratio: float) -> int:
+        """How many levels a ratio is below that of the settings; negative: above it."""
+        return self.position(ratio) - self.position(self._config.ratio)

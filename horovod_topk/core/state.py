@@ -9,15 +9,18 @@ tensors only when gradients come. Until then the state keeps what was loaded for
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from horovod_topk.core import facts
 from horovod_topk.core.arrivals import FACTORS, STATES
+from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.counting import Counting
-from horovod_topk.core.guard import Watch
+from horovod_topk.core.guard import COMMON, Watch
 from horovod_topk.core.measures import VERDICT, Rows, all_measures
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
@@ -92,6 +95,9 @@ class State(Counting[Array]):
         self.later: set[str] = set()
         self.rates: Followed | None = None
         self.ranks_before: int | None = None
+        # Whether ranks compare facts: one that joins an elastic job alone has others.
+        self.states_facts = not elastic()
+        self._left_out = facts.START  # digest of the tensors that commits have left out
         self._waiting: dict[str, Any] = {}  # state dict of tensors that are not known yet
         self._shared: Mapping[str, Any] = {}  # the same, of `take_shared`
 
@@ -213,6 +219,7 @@ class State(Counting[Array]):
         """Load a clock; `ranks` is the number of ranks the residuals are of, if it is known."""
         clock = Clock(*clock)
         self.counter.committed = clock.committed
+        self.counter.lineage = self._left_out = facts.START
         self._ask(clock.asked)
         self._take_decision(clock.decision)
         self._watch_on(clock.guard, own=False)
@@ -288,6 +295,8 @@ class State(Counting[Array]):
         """
         self.check_state_dict(state)
         self.about_to_change()
+        self.counter.lineage = facts.digest_of(self._in_common(state))
+        self._left_out = facts.START
         self._ask(self.schedule.level(asked_of(state), self.counter.asked))
         self._take_decision(decision_of(state))
         self._watch_on(guard_of(state), own=True)
@@ -300,6 +309,18 @@ class State(Counting[Array]):
         self._take_on(self.wrapped(without(state, self.later)), names)
         self._keep_waiting(without(state, names))
         self.has_changed()
+
+    def _in_common(self, state: Mapping[str, Any]) -> Iterator[bytes]:
+        """Bytes of all that a state dict has that has to be equal on all ranks."""
+        memory = guard_of(state)[: len(COMMON)]
+        rates = [rates_of(state, key) for key in (RATES, LARGEST)]
+        known = asked_of(state), [*decision_of(state)], [*memory], rates
+        yield json.dumps(known, sort_keys=True).encode()
+        arrays = self.wrapped(state)
+        for key in sorted(key for key in parts_of(state) if state[key].get(SHARED)):
+            for name, array in sorted(arrays[key][RESIDUALS].items()):
+                yield f"{key} {name}".encode()
+                yield self._ops.to_host(self._ops.pack_values(array, "float32"))
 
     def shared_state(self) -> dict[str, Any]:
         """A state dict with the state that is equal on all ranks, and nothing else.
@@ -362,6 +383,8 @@ class State(Counting[Array]):
         the largest learning rates so far.
         """
         self.about_to_change()
+        done = f"reset after {self.counter.committed}".encode()
+        self.counter.lineage = facts.digest_of([done], self.counter.lineage)
         self._waiting, self._shared = {}, {}
         for key in self.parts.keys() & _KEPT_BY_A_RANK:
             self.parts[key].reset()

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.profiler import record_function
 
+from horovod_topk.core.agreement import in_rows
 from horovod_topk.core.nodes import Location, here
 from horovod_topk.core.timing import StepTimer
+from horovod_topk.torch_training.meeting import Meeting
 
 # all_gather_single is the name since PyTorch 2.13 of all_gather_into_tensor.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,11 +35,16 @@ class _Pending:
     sent: Tensor  # kept alive until the collective is done
     received: Tensor
     timer: StepTimer
+    meeting: Meeting | None  # None: the host does not wait, or cannot meet
+    name: str
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
         began = time.perf_counter()
-        self.work.wait()
+        if self.meeting is None:
+            self.work.wait()
+        else:
+            self.meeting.wait_for(self.work, self.name)
         self.timer.last = time.perf_counter()
         self.timer.exposed += self.timer.last - began
         return self.received if self.finish is None else self.finish(self.received)
@@ -57,6 +64,7 @@ class GroupCollective:
         self._ranks: list[int] = dist.get_process_group_ranks(group)  # in the default group
         backends = dist.get_backend_config(group).split(",")  # cpu:gloo,cuda:nccl
         self._devices = {each.split(":")[0] for each in backends}
+        self._meeting = Meeting.of(group)
 
     @property
     def rank(self) -> int:
@@ -72,6 +80,16 @@ class GroupCollective:
     def location(self) -> Location:
         """Where this rank runs, as torchrun numbers local ranks."""
         return here(dist.get_rank(), int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+
+    in_order = True  # `Meets.in_order`
+
+    def meet(self, data: bytes, name: str) -> list[bytes]:
+        """`Meets.meet`."""
+        if self._meeting is not None:
+            return self._meeting.meet(data, name)
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        gathered = self.allgather(sent, name).wait()
+        return in_rows(bytes(gathered.tolist()), len(data), self.size, self.rank)
 
     def allgather(
         self, payload: Tensor, name: str, counts: Sequence[int] | None = None
@@ -117,7 +135,7 @@ class GroupCollective:
         self.timer.first = self.timer.first or time.perf_counter()
         with record_function(name):
             work = dist.all_reduce(array, group=self._group, async_op=True)
-        return _Pending(work, array, array, self.timer)
+        return _Pending(work, array, array, self.timer, self._watch(array), name)
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether these process groups can be made; MPI needs all ranks of the job to take part."""
@@ -153,4 +171,8 @@ class GroupCollective:
         self.timer.first = self.timer.first or time.perf_counter()
         with record_function(name):
             work = verb(received, sent, group=self._group, async_op=True, **options)
-        return _Pending(work, sent, received, self.timer, finish)
+        return _Pending(work, sent, received, self.timer, self._watch(sent), name, finish)
+
+    def _watch(self, array: Tensor) -> Meeting | None:
+        """What looks for other ranks while this one waits: on a CPU, where the host waits."""
+        return self._meeting if array.device.type == "cpu" else None

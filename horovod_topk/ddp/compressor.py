@@ -14,12 +14,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from horovod_topk.core.agreement import agree_on_nothing
 from horovod_topk.core.base_compressor import by_horovod
 from horovod_topk.core.substitute import horovods
+from horovod_topk.ddp.collective import GroupCollective
 from horovod_topk.ddp.refusals import check_model
 from horovod_topk.ddp.state import DDPState
 from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.methods.topk import Presets, TopK
+from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.compressor import TrainingCompressor
 from horovod_topk.torch_training.tracing import untraced
 
@@ -119,6 +122,8 @@ class Compressor(TrainingCompressor):
         """
         check_model(model)
         if self.asked(self) is None and (name := horovods()):
+            if model.process_group.size() > 1:
+                agree_on_nothing(name, TorchOps(), GroupCollective(model.process_group))
             return model.process_group, TORCHS[name]
         state = DDPState(model, optimizer, self, groups)
         self.attached(state)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -12,8 +14,10 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import _allreduce
 
 from horovod_topk import process_sets
-from horovod_topk.core.agreement import gather_bytes
+from horovod_topk.core import payload as wire
+from horovod_topk.core.agreement import gather_bytes, in_rows
 from horovod_topk.core.exchange.protocol import check_gathered
+from horovod_topk.core.meeting import wait_until
 from horovod_topk.core.nodes import Location
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.timing import GraphTimer
@@ -78,14 +82,42 @@ class HorovodCollective:
             self.timer.begin()  # drop tensors of that function's graph
             return gathered
         gathered = self._gather(payload.value, name)
-        if not self._resizable:
+        if counts is None and not self._resizable:
+            gathered = _of_length(gathered, payload.value, self.size)
+        elif not self._resizable:
             gathered = tf.ensure_shape(gathered, [total])
         return _Gathered(gathered)
 
+    in_order = False  # `Meets.in_order`: collectives are matched by name
+
+    def meet(self, data: bytes, name: str) -> list[bytes]:
+        """`Meets.meet`: by an allgather in a thread, as a call of TensorFlow blocks.
+
+        The thread runs eagerly, also while this one builds a graph.
+        """
+        found = list[Any]()
+
+        def gather() -> None:
+            sent = tf.constant(list(data), tf.uint8)
+            graph = tf.function(lambda tensor: self._gather(tensor, name), autograph=False)
+            try:
+                found.append(graph.get_concrete_function(sent)(sent).numpy().tobytes())
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=gather, daemon=True)
+        thread.start()
+        wait_until(lambda: not thread.is_alive(), name, self.rank)
+        self.timer.begin()  # drop tensors of that function's graph
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return in_rows(found[0], len(data), self.size, self.rank)
+
     def alltoall(self, payloads: Array, name: str) -> _Gathered:
         """Add a named alltoall of equal stretches of a uint8 array to the graph."""
-        received = self._scatter(payloads, [payloads.numel // self.size] * self.size, name)
-        return _Gathered(tf.ensure_shape(received, [payloads.numel]))
+        part = payloads.numel // self.size
+        received = self._scatter(payloads, [part] * self.size, name)
+        return _Gathered(_of_length(received, payloads.value[:part], self.size))
 
     def reduce_scatter(self, array: Array, counts: Sequence[int], name: str) -> _Gathered:
         """Add a named alltoall to the graph whose parts are added in rank order."""
@@ -152,6 +184,31 @@ class HorovodCollective:
         """Convert groups of ranks within the process set to groups of Horovod's global ranks."""
         ranks = self._process_set.ranks
         return [[ranks[rank] for rank in group] for group in groups]
+
+
+def _of_length(received: Any, own: Any, ranks: int) -> Any:
+    """Received payloads, if each is as long as this rank's; else this one with the facts of each.
+
+    A graph cannot raise: where the facts of ranks differ, or payloads are missing, the error is
+    raised when the payloads are checked.
+
+    Args:
+        received: payloads one after another, uint8.
+        own: this rank's payload, uint8.
+        ranks: number of payloads.
+    """
+    total = own.shape[0] * ranks
+
+    def stand_in(received: Any, own: Any) -> Any:
+        found = wire.facts_within(received.numpy().tobytes())
+        if len(found) != ranks or len({*found}) == 1:
+            return tf.zeros([total], tf.uint8)
+        rows = [wire.with_facts(own.numpy().tobytes(), each) for each in found]
+        return tf.io.decode_raw(b"".join(rows), tf.uint8)
+
+    is_whole = tf.equal(tf.size(received), total)
+    other = partial(tf.py_function, stand_in, [received, own], tf.uint8)
+    return tf.ensure_shape(tf.cond(is_whole, lambda: received, other), [total])
 
 
 @functools.cache

@@ -82,11 +82,13 @@ class StepRates:
         rate: the learning rate of the step, [] float64.
 
     Attributes:
+        rate: the learning rate of the step.
         largest_decay: the largest of `decays`, [] float64.
     """
 
     def __init__(self, variables: Mapping[str, Any], falls: Sequence[float], rate: Any) -> None:
         self._variables, self._places = variables, {name: i for i, name in enumerate(variables)}
+        self.rate = rate
         before, largest = tf.unstack(tf.stack([*variables.values()]), axis=1)
         unit = tf.maximum(rate, tf.constant(falls, tf.float64) * before)
         is_known = (rate > 0.0) & is_unit(unit)

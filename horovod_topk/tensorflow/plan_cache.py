@@ -27,12 +27,11 @@ class CachedPlan:
     plan: Plan
     prefix: str
     ordinal: int
-    label: str = ""  # of the ratio level, if it is not the configured one
 
     @property
     def name(self) -> str:
         """The prefix of the collectives' names, equal on all ranks."""
-        return f"{self.prefix}.{self.ordinal}{self.label}"
+        return f"{self.prefix}.{self.ordinal}"
 
     def at(self, ratio: float, *, corrects: bool = True) -> CachedPlan:
         """The same plan at another ratio level; `corrects`: with momentum correction, if any."""
@@ -40,7 +39,7 @@ class CachedPlan:
             return self
         schedule = Schedule(self.plan.config)  # config: ratios of single tensors are resolved
         plan = self.plan.under(schedule.settings(ratio, corrects=corrects))
-        return replace(self, plan=plan, label=schedule.label(ratio))
+        return replace(self, plan=plan)
 
 
 class PlanCache:

@@ -7,8 +7,8 @@ tape, the optimizers and the local aggregation all call it when they are built. 
     horovod._keras.create_distributed_optimizer       refuse TopKEF where it would never be called
     horovod.tensorflow.join                           refuse it while a TopKEF state exists
 
-With any other compressor each calls the original. tests/unit/test_tensorflow_seam.py fails when
-Horovod changes these functions.
+With any other compressor each calls the original, after ranks have met those that compress.
+tests/unit/test_tensorflow_seam.py fails when Horovod changes these functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,15 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.config import TAKE_OVER
+from horovod_topk.core.agreement import agree_on_nothing
+from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
+from horovod_topk.ops.tensorflow import TensorFlowOps
 from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.applying import refuse_unexchanged
+from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.memory import Memory
@@ -173,7 +177,7 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         asked = bound.arguments
         fitted = _fitted(asked["compression"])
         if fitted is None:
-            return original(*args, **kwargs)
+            return _meeting_others(original(*args, **kwargs), asked)
         compressor = fitted.compressor
         groups = groups_by_id(asked["groups"])
         settings = Settings(reduction_of(asked["op"], hvd), groups, asked["process_set"])
@@ -186,6 +190,40 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         return Exchange(fitted, settings, memory, sparse_as_dense, stock)
 
     return _make_allreduce_grads_fn
+
+
+def _meeting_others(stock: Function, asked: Mapping[str, Any]) -> Function:
+    """Have ranks whose gradients Horovod exchanges meet those that compress, before the first step.
+
+    Args:
+        stock: Horovod's function.
+        asked: the arguments that it was made with.
+    """
+    ranks = asked.get("process_set", hvd.global_process_set)
+    if elastic() or not ranks.included() or ranks.size() == 1:
+        return stock
+
+    kind = asked["compression"]
+    kind = kind if isinstance(kind, type) else type(kind)
+
+    @functools.wraps(stock)
+    def allreduce_grads(grads: Any, vars: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+        _meet_once(vars or (), f"Horovod's, for {kind.__name__}", ranks)
+        return stock(grads, vars, *args, **kwargs)
+
+    return allreduce_grads
+
+
+_MET: set[tuple[object, ...]] = set()  # variables whose dense gradients ranks have met for
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _meet_once(variables: Sequence[Any], compression: str, ranks: Any) -> None:
+    """Meet other ranks, before dense gradients of these variables are first exchanged."""
+    key = ranks.process_set_id, *((each.name, tuple(each.shape)) for each in variables)
+    if len(key) > 1 and key not in _MET:
+        _MET.add(key)
+        agree_on_nothing(compression, TensorFlowOps(), HorovodCollective(ranks))
 
 
 def _fitted(compression: Any) -> Fitted | None:

@@ -243,6 +243,10 @@ class VariableState(State[Array]):
             return 1.0 if rates is None else rates.decays([name])[0]
 
         codec = PayloadCodec(self.ops, self.arrived)
+        if self.states_facts:
+            rate = None if rates is None else rates.rate
+            stated = self.schedule_in_graphs.facts(plan.config.ratio, rate)
+            codec.state_facts(plan.buckets[0].ordinal, Buffer(stated))
         committed = None
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()

@@ -18,6 +18,8 @@ import tensorflow as tf
 
 from horovod_topk.core import guard
 from horovod_topk.core.base_compressor import elastic
+from horovod_topk.core.facts import PRIME, START, pack, with_ratio
+from horovod_topk.core.payload import FACTS_BYTES
 from horovod_topk.core.schedule import DENSE, Decision, Schedule
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
@@ -50,6 +52,7 @@ class TracedSchedule:
         self._one_traced = False  # whether a trace has only one level
         self.hands_over = False
         self._committed, self._asked, self._decided, self._stage, self._last = apart(_variables)
+        self._lineage = apart(_start)
         self._decision: Decision = ()
 
     @property
@@ -106,6 +109,26 @@ class TracedSchedule:
     def decided(self) -> int:
         """Position of the level that the schedule has decided on; -1: no decision."""
         return self._schedule.levels.index(self._decision[0]) if self._decision else -1
+
+    @property
+    def lineage(self) -> int:
+        """Digest of what was loaded, reset or left out of a step."""
+        return int(self._lineage)
+
+    @lineage.setter
+    def lineage(self, digest: int) -> None:
+        self._lineage.assign(digest)
+
+    def facts(self, ratio: float, rate: Any) -> Any:
+        """Facts of a step in a graph, [4] uint8; see `horovod_topk.core.facts`.
+
+        rate: the learning rate, [] float64, or None.
+        """
+        rates = 0 if rate is None else tf.bitcast(rate, tf.int64) % PRIME
+        asked = tf.cast(self._asked.read_value(), tf.int64)
+        state = with_ratio(self._lineage.read_value(), asked)
+        number = pack(self.read(), self._schedule.below_usual(ratio), state, rates)
+        return tf.cast(tf.stack([number // 256**i % 256 for i in range(FACTS_BYTES)]), tf.uint8)
 
     def enter(self, stage: Any) -> None:
         """Enter a stage of the guard: a number of `horovod_topk.core.guard`, or [] int32."""
@@ -173,6 +196,12 @@ class TracedSchedule:
         }
         fixed = [branches.index(of_stage[stage]) for stage in sorted(of_stage)]
         return tf.stack([chosen, *fixed])[self._last.read_value()]
+
+
+def _start() -> Any:
+    """Create the variable of `TracedSchedule.lineage`."""
+    with tf.device("cpu"):
+        return tf.Variable(START, False, dtype=tf.int64)
 
 
 def _variables() -> tuple[Any, Any, Any, Any, Any]:

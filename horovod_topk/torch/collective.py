@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from horovod_topk import process_sets
-from horovod_topk.core.agreement import gather_bytes
+from horovod_topk.core.agreement import gather_bytes, in_rows
 from horovod_topk.core.exchange.protocol import check_gathered
+from horovod_topk.core.meeting import wait_until
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.payload import check_counts
 from horovod_topk.core.state_dict import converted
@@ -36,6 +37,16 @@ def rest_until_done(handle: int) -> None:
     while not hvd.poll(handle):
         time.sleep(pause)
         pause = min(_LONGER * pause, _LONGEST)
+
+
+def wait_within_limit(handle: int, name: str, rank: int) -> Any:
+    """Wait for the collective of a meeting and return its result.
+
+    Raises:
+        MissingRanksError: a rank did not start it within the limit.
+    """
+    wait_until(lambda: bool(hvd.poll(handle)), name, rank)
+    return hvd.synchronize(handle)
 
 
 def result_of(handle: int) -> Any:
@@ -121,6 +132,15 @@ class HorovodCollective:
             check_gathered(payload.nbytes * self.size if counts is None else sum(counts), name)
         timer.first = timer.first or time.perf_counter()
         return _Handle(hvd.allgather_async(payload, name=name, process_set=process_set), timer)
+
+    in_order = False  # `Meets.in_order`: collectives are matched by name
+
+    def meet(self, data: bytes, name: str) -> list[bytes]:
+        """`Meets.meet`: by an allgather."""
+        array = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        handle = hvd.allgather_async(array, name=name, process_set=self._process_set)
+        gathered: Tensor = wait_within_limit(handle, name, self.rank)
+        return in_rows(bytes(gathered.tolist()), len(data), self.size, self.rank)
 
     def alltoall(self, payloads: Tensor, name: str) -> _Handle:
         """Start a named alltoall of equal stretches of a uint8 tensor; does not block."""

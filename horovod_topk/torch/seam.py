@@ -11,7 +11,8 @@ call, so methods that are wrapped here apply to every optimizer built afterwards
     _DistributedAdasumOptimizer.__init__            refuse TopKEF before a parameter has changed
     horovod.torch.join                              refuse it while a TopKEF optimizer exists
 
-With any other compressor each calls the original. tests/unit/test_seam.py fails when Horovod
+With any other compressor each calls the original; before that, an optimizer's constructor meets
+those of other ranks, of which some may compress. tests/unit/test_seam.py fails when Horovod
 changes these methods.
 """
 
@@ -30,8 +31,12 @@ import torch
 from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
 
 from horovod_topk import reporting
+from horovod_topk.core.agreement import agree_on_nothing
+from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.compressor import Compressor
 from horovod_topk.torch.state import OptimizerState
 from horovod_topk.torch.stepping import check_all_are_known
@@ -70,6 +75,7 @@ def _wrap_init(original: Method) -> Method:
         compressor = Compressor.asked(asked)
         _check_shares_nothing(arguments["params"], compresses=compressor is not None)
         if compressor is None:
+            _meet_others(arguments.get("process_set", hvd.global_process_set), asked)
             original(self, *args, **kwargs)
             _BUILT.add(self)
             return
@@ -113,6 +119,19 @@ def _check_shares_nothing(groups: Any, *, compresses: bool) -> None:
             cure="Delete the other one first (optimizer = None, and schedulers that refer to it), "
             "or give each parameter to one optimizer",
         )
+
+
+def _meet_others(ranks: hvd.ProcessSet, compression: Any) -> None:
+    """Find out whether other ranks compress, as this one leaves gradients to Horovod.
+
+    Raises:
+        PlanMismatchError: another rank compresses them; it raises, too.
+        MissingRanksError: another rank builds no optimizer.
+    """
+    if elastic() or not ranks.included() or ranks.size() == 1:
+        return
+    kind = compression if isinstance(compression, type) else type(compression)
+    agree_on_nothing(f"Horovod's, for {kind.__name__}", TorchOps(), HorovodCollective(ranks))
 
 
 def _compression_of_momentum(asked: Any, op: Any) -> Any:

@@ -43,8 +43,8 @@ def sent(world: World, *gradients: dict[str, Any]) -> bytes:
 
 
 def header(tensors: int, digest: bytes) -> bytes:
-    magic, version, method, measures, reserved = b"HTKP", 2, 1, 0, 0
-    return struct.pack("<4sBBHI8sI", magic, version, method, measures, tensors, digest, reserved)
+    magic, version, method, measures, facts = b"HTKP", 2, 1, 0, 0
+    return struct.pack("<4sBBHI8sI", magic, version, method, measures, tensors, digest, facts)
 
 
 def ended(data: bytes) -> bytes:
@@ -61,7 +61,7 @@ def test_every_byte_of_a_small_payload(backend: Backend) -> None:
         "02 01 00 00"  # version 2, method 1, no measures
         "02 00 00 00"  # two tensors
         "77 68 57 0e e5 eb 78 64"  # digest of the plan; see the next test
-        "00 00 00 00"  # reserved
+        "00 00 00 00"  # facts: none are stated
         "00"  # flags: nothing non-finite
         "00 00 00 00 00 00 00"  # padding to 32
         "00 00 a0 40  00 00 e0 c0"  # w: 5, -7
@@ -357,11 +357,20 @@ def test_another_method_is_refused(backend: Backend) -> None:
 
 
 @each_framework
-@pytest.mark.parametrize("at", [6, 7, 20, 23])
-def test_other_measures_and_reserved_bytes_are_refused(backend: Backend, at: int) -> None:
+@pytest.mark.parametrize("at", [6, 7])
+def test_other_measures_are_refused(backend: Backend, at: int) -> None:
     """By name: the plans are equal, so a message about plans would lead astray."""
-    with pytest.raises(PayloadError, match=r"rank 1: .* of measures and .* in reserved bytes"):
+    with pytest.raises(PayloadError, match=r"rank 1: .* bytes of measures"):
         received(backend, at, 1)
+
+
+@each_framework
+@pytest.mark.parametrize(
+    ("at", "field"), [(20, "committed steps"), (21, "ratio level"), (22, "states"), (23, "rates")]
+)
+def test_other_facts_are_refused(backend: Backend, at: int, field: str) -> None:
+    with pytest.raises(PlanMismatchError, match=f"{field}.* rank 0.* rank 1"):
+        received(backend, at, 4)
 
 
 @each_framework

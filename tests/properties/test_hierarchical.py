@@ -282,7 +282,7 @@ def test_an_owner_that_refuses_a_sum_tells_the_others(sizes: tuple[int, ...]) ->
 def test_an_owner_that_abandons_a_step_does_not_hold_up_the_others(sizes: tuple[int, ...]) -> None:
     world, random = world_of(sizes), np.random.default_rng(0)
     world.launch(some_gradients(random, world.size))
-    world.ranks[0].reset()
+    world.ranks[0].abandon()
     assert_nothing_applied(world, list(range(1, world.size)))
     exchanged = world.step(some_gradients(random, world.size))
     assert same_bits(exchanged, [exchanged[0]] * world.size)

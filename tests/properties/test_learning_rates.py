@@ -16,7 +16,7 @@ from oracle.world import Gradients, World, same_bits
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.rates import FASTEST, SMALLEST, Rates, fall_of, rates_of
 from horovod_topk.core.reshard import pending
-from horovod_topk.errors import StateDictError
+from horovod_topk.errors import PlanMismatchError, StateDictError
 from horovod_topk.methods.topk import TopK
 
 FALL = 1.0 - FASTEST
@@ -266,12 +266,13 @@ def test_residuals_stay_finite_down_to_the_smallest_rate() -> None:
     assert job.world.ranks[0].rolled_back == 0
 
 
-def test_ranks_of_other_rates_do_not_wait_for_each_other() -> None:
+def test_ranks_of_other_rates_are_told_apart() -> None:
+    """Their weights would go apart, with and without compression."""
     job = Followed(plan_of())
-    job.world.ranks[1].rates = Rates(lambda: dict.fromkeys(SIZES, 0.7 / (1 + job.rates[0])))
-    for rates, gradients in zip(pairs(SCHEDULE), gradients_of(len(SCHEDULE)), strict=True):
-        exchanged = job.step(rates, gradients)
-        assert same_bits(exchanged, [exchanged[0]] * RANKS)
+    job.world.ranks[1].rates = Rates(lambda: dict.fromkeys(SIZES, 0.7))
+    (gradients,) = gradients_of(1)
+    with pytest.raises(PlanMismatchError, match=r"learning rates: one on ranks? .*, one on rank 1"):
+        job.step((0.5, 0.5), gradients)
 
 
 def test_what_is_forgotten_is_in_units_of_no_rate() -> None:

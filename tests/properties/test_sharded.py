@@ -234,7 +234,7 @@ def test_a_rank_that_abandons_a_step_does_not_hold_up_the_others() -> None:
     random = np.random.default_rng(0)
     world.launch(some_gradients(random, 2))
     world.ranks[1].step.advance()
-    world.ranks[0].reset()
+    world.ranks[0].abandon()
     gradients = world._of_bucket(1, world.plan.buckets[0])
     world.ranks[1].step.finish(0, gradients)
     assert all(np.isnan(g).all() for g in gradients)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
-from horovod_topk.core import payload as wire
 from horovod_topk.core.announcing import Encoder, announced_bytes
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import (
@@ -135,7 +134,7 @@ class AllgatherBucket(Generic[Array]):
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`BucketExchange.receive`."""
-        bucket, size = self._bucket, self._bucket.layout.payload_bytes
+        bucket = self._bucket
         if self.stages:
             self.advance()
         assert self._pending is not None
@@ -144,9 +143,9 @@ class AllgatherBucket(Generic[Array]):
         received = cast("int | None", self._ops.numel(gathered))
         ranks = self._collective.size
         if received is None:  # in a graph of an elastic job, whose number of ranks may change
-            ranks = self._ops.rows(gathered, size)
-        elif received != size * ranks:
-            raise wire.wrong_length(received, size, ranks, bucket.ordinal)
+            ranks = self._ops.rows(gathered, bucket.layout.payload_bytes)
+        else:
+            self._codec.check_length(bucket, gathered, ranks)
         if bucket.reduction == "average":
             gain = gain * (1 / ranks)
         return self._codec.decode(bucket, gathered, gain, targets)

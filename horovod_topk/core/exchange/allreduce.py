@@ -5,10 +5,12 @@ guarantees less than the sharded exchange: the order of addition is Horovod's. G
 equal bits, but above two ranks not the same bits in every run; MPI only recommends equal bits.
 
 A bucket is one array: its gradients one after another in the residual's dtype, and five lanes. Four
-have the digest of its plan, 16 bits each. If all P ranks have the same plan, their sums are P times
-a rank's own. The fifth is 1 on a rank that has left the step, and else 0: all ranks then take every
-tensor as flagged. With measures the array ends in P lanes for each of them, one for each rank; all
-other ranks write zero there. A tensor whose sum is not finite becomes NaN, on every rank.
+have the digest of its plan, 16 bits each; in PyTorch the facts that ranks share
+(`horovod_topk.core.facts`) change two of them. If all P ranks have the same plan and facts, their
+sums are P times a rank's own. The fifth is 1 on a rank that has left the step, and else 0: all
+ranks then take every tensor as flagged. With measures the array ends in P lanes for each of them,
+one for each rank; all other ranks write zero there. A tensor whose sum is not finite becomes NaN,
+on every rank.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class AllreduceBucket(Generic[Array]):
         collective: Collective[Array],
     ) -> None:
         self._bucket, self._ops, self._codec, self._collective = bucket, ops, codec, collective
-        self._digest = struct.unpack(f"<{PARTS}H", bucket.digest)
+        self._digest: Sequence[int] = ()  # of the step under way
         self._lanes = LANES + collective.size * len(bucket.measures)
         size = bucket.numel + self._lanes
         self._array = ops.zeros(size, bucket.residual_dtype, bucket.device)
@@ -169,6 +171,11 @@ class AllreduceBucket(Generic[Array]):
     ) -> Pending[Array]:
         """Write the lanes, and start the allreduce."""
         ops, bucket = self._ops, self._bucket
+        self._digest = struct.unpack(f"<{PARTS}H", bucket.digest)
+        facts = self._codec.facts_for(bucket)
+        if isinstance(facts, bytes):  # a graph does not know them
+            changes = *struct.unpack("<2H", facts), 0, 0
+            self._digest = [a ^ b for a, b in zip(self._digest, changes, strict=True)]
         data = ops.zeros(4 * self._lanes, "uint8", bucket.device)
         ops.store_bytes(data, 0, struct.pack(f"<{LANES}f", *self._digest, has_left))
         if measures is not None:
@@ -195,9 +202,10 @@ class AllreduceBucket(Generic[Array]):
             *digest, left = struct.unpack_from(f"<{LANES}f", head)
             if digest != expected:
                 raise PlanMismatchError(
-                    f"bucket {bucket.ordinal}: ranks added up gradients of different plans; this "
-                    f"rank's digest is {bucket.digest.hex()}",
-                    cure="Start all ranks with the same model, settings and groups",
+                    f"bucket {bucket.ordinal}: ranks added up gradients of different plans or "
+                    f"states; this rank's digest is {bucket.digest.hex()}",
+                    cure="Start all ranks with the same model, settings and groups, and load a "
+                    "state on every rank or on none",
                 )
             if width:
                 numbers = struct.unpack_from(f"<{self._lanes - LANES}f", head, 4 * LANES)

@@ -294,7 +294,8 @@ class HierarchicalBucket(Generic[Array]):
         received = self._ops.numel(self._arrived)
         if received != plan.sum_bytes * payloads:
             ordinal = plan.bucket.ordinal
-            raise wire.wrong_length(received, plan.sum_bytes, payloads, ordinal)
+            arrived = self._ops.to_host(self._arrived)
+            raise wire.wrong_length(arrived, plan.sum_bytes, payloads, ordinal)
         ranks = sum(nodes.sizes)
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
         return self._codec.decode(plan.result, self._in_rows(), gain * scale, targets)

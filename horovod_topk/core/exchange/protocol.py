@@ -198,6 +198,11 @@ class Exchange(Protocol[Array]):
         ...
 
     @property
+    def collective(self) -> Collective[Array]:
+        """All ranks."""
+        ...
+
+    @property
     def kind(self) -> str:
         """The value of the setting `exchange` that names it."""
         ...

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-from horovod_topk.core import payload as wire
 from horovod_topk.core.announcing import Encoder, announced_bytes
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import (
@@ -169,7 +168,7 @@ class ShardedBucket(Generic[Array]):
         arrived, arrive = scattered.wait(), self._plan.arrive[self._collective.rank]
         self._wait_for_dropped()
         try:
-            self._check(arrived, arrive)
+            self._codec.check_length(arrive, arrived, self._collective.size)
             scale = _scale(arrive, self._collective.size)
             flags = self._codec.decode(arrive, arrived, scale, self._totals)
         except TopKError:  # other ranks wait for this rank: send flags
@@ -221,7 +220,7 @@ class ShardedBucket(Generic[Array]):
         assert self._pending is not None
         pending, self._pending = self._pending, None
         gathered = pending.wait()
-        self._check(gathered, self._plan.gather[0])
+        self._codec.check_length(self._plan.gather[0], gathered, self._collective.size)
         return self._codec.decode(self._plan.result, gathered, gain, targets)
 
     def swap(self) -> None:
@@ -257,12 +256,6 @@ class ShardedBucket(Generic[Array]):
         """Wait for collectives that read memory which is about to be written."""
         wait_for_dropped(self._unwanted)
         self._aborted = False
-
-    def _check(self, received: Array, each: BucketPlan) -> None:
-        count, ordinal = self._ops.numel(received), self._plan.bucket.ordinal
-        ranks, size = self._collective.size, each.layout.payload_bytes
-        if count != size * ranks:
-            raise wire.wrong_length(count, size, ranks, ordinal)
 
 
 def held_bytes(plan: ShardedPlan, rank: int) -> int:
