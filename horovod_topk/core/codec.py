@@ -288,6 +288,11 @@ class PayloadCodec(Generic[Array]):
                 self._store_measures(bucket, payload, HEADER_BYTES)
                 self._sealed[bucket.fingerprint] = self._given[bucket.ordinal]
 
+    def _own_facts(self, bucket: BucketPlan) -> dict[int, bytes]:
+        """This rank's facts, by its number: a rank that owns no shard sends no payload."""
+        stated = self._facts.get(bucket.ordinal)
+        return {self._rank(): stated} if isinstance(stated, bytes) else {}
+
     def _write_facts(self, bucket: BucketPlan, payload: Array) -> None:
         facts = self._facts.get(bucket.ordinal)
         if isinstance(facts, bytes):
@@ -318,7 +323,10 @@ class PayloadCodec(Generic[Array]):
             PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         width, body_at = bucket.layout.payload_bytes, bucket.layout.body_at
-        read, check = self._read(bucket, gathered), partial(self._check, self.arrived, bucket, ())
+        read, check = (
+            self._read(bucket, gathered),
+            partial(self._check, self.arrived, bucket, (), self._own_facts(bucket)),
+        )
         flags = self._ops.validate(gathered, width, body_at, (), check, len(bucket.tensors))
         pieces = range(len(bucket.tensors))
         return [read[at].values if at in read else None for at in pieces], flags
@@ -344,7 +352,7 @@ class PayloadCodec(Generic[Array]):
         width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
-            check = partial(self._check, self.arrived, bucket, ())
+            check = partial(self._check, self.arrived, bucket, (), self._own_facts(bucket))
             flags = validate(gathered, width, bucket.layout.body_at, (), check, tensors)
             each = flags if writers == 1 else [flags[t.gradient] for t in bucket.tensors]
             wrong = kernel.decode(gathered, scale, each, gradients)
@@ -354,7 +362,7 @@ class PayloadCodec(Generic[Array]):
         read, method = self._read(bucket, gathered), _method(bucket)
         whole = {piece.gradient for piece in bucket.tensors if piece.whole}
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
-        check = partial(self._check, self.arrived, bucket, sound)
+        check = partial(self._check, self.arrived, bucket, sound, self._own_facts(bucket))
         facts = [fact for _, fact in sound]
         flags = validate(gathered, width, bucket.layout.body_at, facts, check, tensors)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
@@ -542,6 +550,7 @@ class PayloadCodec(Generic[Array]):
         arrived: dict[int, Rows],
         bucket: BucketPlan,
         sound: Sequence[tuple[int, Array]],
+        own: dict[int, bytes],
         heads: list[bytes],
         answers: list[list[bool]],
     ) -> list[bool]:
@@ -551,15 +560,17 @@ class PayloadCodec(Generic[Array]):
             arrived: gets the bucket's measures.
             bucket: the bucket of the payloads.
             sound: positions of pieces, and whether each rank's data of the piece is valid.
+            own: this rank's facts, by its number; empty: a graph does not know them.
             heads: header and flags of each payload.
             answers: values of `sound`, on the host.
         """
         headers, layout = bucket.headers, bucket.layout
         begin, end, bits = layout.flags_at, layout.flags_at + layout.flags_bytes, 0
-        stated = {head[FACTS_AT:HEADER_BYTES] for head in heads}
+        stated = {*own.values(), *(head[FACTS_AT:HEADER_BYTES] for head in heads)}
         if len(stated) > 1 and all(map(wire.is_payload, heads)):
-            positions = range(len(heads))
-            raise facts.mismatch({bucket.sender(p): wire.facts_of(heads[p]) for p in positions})
+            of_ranks = {rank: int.from_bytes(each, "little") for rank, each in own.items()}
+            of_ranks |= {bucket.sender(p): wire.facts_of(heads[p]) for p in range(len(heads))}
+            raise facts.mismatch(of_ranks)
         for position, head in enumerate(heads):
             header = headers[position % len(headers)]
             if head[:FACTS_AT] != header[:FACTS_AT]:

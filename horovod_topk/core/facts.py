@@ -124,7 +124,7 @@ def _unpack(facts: int) -> dict[str, int]:
 
 def _groups(values: Mapping[int, int]) -> list[tuple[int, list[int]]]:
     """Each value, and the ranks that have it; the most frequent value first."""
-    groups = [(v, [r for r, own in values.items() if own == v]) for v in set(values.values())]
+    groups = [(v, sorted(r for r in values if values[r] == v)) for v in set(values.values())]
     return sorted(groups, key=lambda group: (-len(group[1]), group[1]))
 
 

@@ -214,16 +214,18 @@ def _meeting_others(stock: Function, asked: Mapping[str, Any]) -> Function:
     return allreduce_grads
 
 
-_MET: set[tuple[object, ...]] = set()  # variables whose dense gradients ranks have met for
+# The first of the variables whose dense gradients ranks have met for, by its id and process set.
+_MET: dict[tuple[int, int], weakref.ref[Any]] = {}
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def _meet_once(variables: Sequence[Any], compression: str, ranks: Any) -> None:
     """Meet other ranks, before dense gradients of these variables are first exchanged."""
-    key = ranks.process_set_id, *((each.name, tuple(each.shape)) for each in variables)
-    if len(key) > 1 and key not in _MET:
-        _MET.add(key)
-        agree_on_nothing(compression, TensorFlowOps(), HorovodCollective(ranks))
+    for first in variables[:1]:
+        key, nothing = (id(first), ranks.process_set_id), lambda: None
+        if _MET.get(key, nothing)() is not first:
+            _MET[key] = weakref.ref(first)
+            agree_on_nothing(compression, TensorFlowOps(), HorovodCollective(ranks))
 
 
 def _fitted(compression: Any) -> Fitted | None:

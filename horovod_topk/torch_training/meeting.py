@@ -44,9 +44,9 @@ class Meeting:
         """`Meets.meet`."""
         self._post(_CAME + data)
         wait_until(lambda: not self._missing(), name, self._rank, self._missing)
-        said = [self._store.get(self._key(rank)) for rank in self._ranks]
+        said = list(map(self._said, self._ranks))
         _MET[self._group] = self._met + 1
-        elsewhere = [rank for rank in self._ranks if said[rank][:1] != _CAME]
+        elsewhere = [rank for rank in self._ranks if not said[rank].startswith(_CAME)]
         if elsewhere:
             came = [rank for rank in self._ranks if rank not in elsewhere]
             raise _parted(came, elsewhere[0], said[elsewhere[0]].decode())
@@ -67,7 +67,8 @@ class Meeting:
                 if work.is_completed():
                     raise
             missing = self._missing()
-            came = [r for r in self._ranks if r not in missing and r != self._rank]
+            here = [rank for rank in self._ranks if rank not in missing]
+            came = [rank for rank in here if self._said(rank).startswith(_CAME)]
             if came:
                 self._post(name.encode())
                 raise _parted(came, self._rank, name)
@@ -83,6 +84,10 @@ class Meeting:
     def _missing(self) -> list[int]:
         """Ranks that have not come to the present meeting."""
         return [rank for rank in self._ranks if not self._store.check([self._key(rank)])]
+
+    def _said(self, rank: int) -> bytes:
+        """What a rank has said that has come, or has found out that others meet."""
+        return bytes(self._store.get(self._key(rank)))
 
     def _post(self, data: bytes) -> None:
         self._store.set(self._key(self._rank), data)

@@ -147,6 +147,7 @@ DDP = (
     *(
         "arrivals",
         "sgd_arrivals",
+        "changes_alone",
         "checkpoint",
         "clipping",
         "commit_or_roll_back",

@@ -366,7 +366,7 @@ def test_other_measures_are_refused(backend: Backend, at: int) -> None:
 
 @each_framework
 @pytest.mark.parametrize(
-    ("at", "field"), [(20, "committed steps"), (21, "ratio level"), (22, "states"), (23, "rates")]
+    ("at", "field"), [(20, "committed steps"), (21, "ratio"), (22, "a state"), (23, "rates")]
 )
 def test_other_facts_are_refused(backend: Backend, at: int, field: str) -> None:
     with pytest.raises(PlanMismatchError, match=f"{field}.* rank 0.* rank 1"):
