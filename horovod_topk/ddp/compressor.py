@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from horovod_topk.core.agreement import agree_on_nothing
 from horovod_topk.core.base_compressor import by_horovod
 from horovod_topk.core.substitute import horovods
-from horovod_topk.ddp.collective import GroupCollective
 from horovod_topk.ddp.refusals import check_model
 from horovod_topk.ddp.state import DDPState
 from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.compressor import TrainingCompressor
 from horovod_topk.torch_training.tracing import untraced
 

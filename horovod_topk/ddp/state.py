@@ -29,11 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk import reporting
 from horovod_topk.core.base_compressor import BaseCompressor
-from horovod_topk.ddp.collective import GroupCollective
 from horovod_topk.ddp.hooks import Hooks
 from horovod_topk.ddp.refusals import check_trained
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch_training import specs
+from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.copies import CopiedState, OfOneModel
 from horovod_topk.torch_training.momentum import check_not_twice
 from horovod_topk.torch_training.replacing import REWRAP, check_inherits, inherited

@@ -166,7 +166,15 @@ LAWS = ("tape", "sharded", "hierarchical", "groups_ratios", "methods")
 KERAS = ("keras", "tf_taking", "tf_auto")
 STATES = ("state", "checkpoint", "tf_lives", "tf_applying", "worked_example")
 STEPS = (
-    *("tf_scaling", "tf_warmup", "tf_momentum", "tf_rates", "tf_sparse", "tf_guard"),
+    *(
+        "tf_changes_alone",
+        "tf_scaling",
+        "tf_warmup",
+        "tf_momentum",
+        "tf_rates",
+        "tf_sparse",
+        "tf_guard",
+    ),
     *("tf_arrivals", "tf_sgd_arrivals", "tf_handover"),
 )
 

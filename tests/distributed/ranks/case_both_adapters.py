@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import horovod_topk.ddp
 import horovod_topk.torch
 import training
-from horovod_topk.ddp.collective import GroupCollective
 from horovod_topk.torch.collective import HorovodCollective
+from horovod_topk.torch_training.collective import GroupCollective
 from meeting import FOLDER
 from training import Setup
 from witness import assert_same, bits

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk import ddp
 from horovod_topk.core.nodes import Location
-from horovod_topk.ddp.collective import GroupCollective
+from horovod_topk.torch_training.collective import GroupCollective
 
 LIMIT = timedelta(seconds=30)  # for a collective that some rank never joins
 BUCKET = 0.001  # MiB: several of DDP's buckets even in small models
