@@ -97,14 +97,3 @@ def test_a_skipped_step_is_rescaled_for_once() -> None:
     take(other, never, 3)
     assert_same(training.snapshot(task), training.snapshot(other))
     assert_residuals(optimizer, residuals(never))
-
-
-@pytest.mark.world_size(2, 3)
-def test_ranks_of_other_rates_end_a_step_together() -> None:
-    task = SETUP.task()
-    optimizer = SETUP.distributed(task, TopKEF(**SPARSE, follow_lr=True))
-    for step in range(3):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 / (1 + step * (1 + hvd.rank()))
-        training.ordinary(task, optimizer, step)
-    assert TopKEF.of(optimizer).stats().steps == 3
