@@ -7,10 +7,11 @@ checked on other machines. `horovod-topk plan --measure` measures them.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
+
+from horovod_topk.cost.quantities import is_number, is_whole
 
 REFERENCE = Path(__file__).with_name("reference.json")
 DEVICES = ("cpu", "cuda")
@@ -59,7 +60,11 @@ class Machine:
         _check("cores", self.cores)
         if self.device not in DEVICES:
             raise ValueError(f"device={self.device!r}: give one of {', '.join(DEVICES)}")
-        if self.crowd is not None and (type(self.crowd) is not int or self.crowd < 1):
+        if not isinstance(self.origin, str):
+            raise ValueError(
+                f"origin={self.origin!r}: give a text that says where constants are from"
+            )
+        if self.crowd is not None and not is_whole(self.crowd, least=1):
             raise ValueError(
                 f"crowd={self.crowd!r}: a whole number of ranks shares the cores, 1 or more"
             )
@@ -71,7 +76,8 @@ class Machine:
         return max(1.0, (self.crowd or ranks_per_node) / self.cores)
 
 
-POSITIVE = ("bandwidth", "goodput", "local_bandwidth", "cores")
+LEAST = {"bandwidth": 1.0, "goodput": 1e-6, "local_bandwidth": 1.0, "cores": 0.01}  # above 0
+MOST = 1e18
 OPTIONAL = ("local_bandwidth", "cores")
 SHARES = ("goodput",)
 
@@ -79,21 +85,15 @@ SHARES = ("goodput",)
 def _check(name: str, value: object) -> None:
     if value is None and name in OPTIONAL:
         return
-    limit = "above 0" if name in POSITIVE else "0 or more"
-    limit += " and 1 at most" if name in SHARES else ""
-    if not _is_number(value) or not _fits(name, value):
+    limit = "above 0" if name in LEAST else "0 or more"
+    limit += " and 1 at most" if name in SHARES else f", {LEAST.get(name, 0):g} to {MOST:g}"
+    if not is_number(value) or not _fits(name, value):
         raise ValueError(f"{name}={value!r}: give a number that is {limit}")
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number; a `bool` is an `int` to Python."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return math.isfinite(value)
-
-
 def _fits(name: str, value: float) -> bool:
-    return (value > 0 if name in POSITIVE else value >= 0) and (value <= 1 or name not in SHARES)
+    least, most = LEAST.get(name, 0.0), 1.0 if name in SHARES else MOST
+    return least <= value <= most
 
 
 def write(machine: Machine, path: Path) -> None:

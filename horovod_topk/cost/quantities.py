@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from typing import TypeGuard
 
 RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 FASTEST, LONGEST = 1e15, 1e6  # bit/s, s
+LARGEST = 1e100  # sums and squares of such numbers are finite
 
 
 def bits_per_second(text: str) -> float:
@@ -49,6 +51,19 @@ def seconds(text: str) -> float:
 def shown(text: str) -> str:
     """A value for an error, shortened if it is long."""
     return repr(text if len(text) < 40 else f"{text[:20]}...")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value from a file is a number that can be computed with.
+
+    No `bool`, which is an `int` to Python, and none beyond `LARGEST`.
+    """
+    return type(value) in (int, float) and -LARGEST <= value <= LARGEST  # type: ignore[operator]
+
+
+def is_whole(value: object, least: int = 0, most: int = 2**53) -> TypeGuard[int]:
+    """Whether a value from a file is a whole number within limits."""
+    return type(value) is int and least <= value <= most
 
 
 def count(number: int, noun: str) -> str:

@@ -162,6 +162,7 @@ ROOMS = {
     "cli/process.py": {"psutil"},
     "cli/compare": {
         "horovod_topk.cli",
+        "horovod_topk.cost.quantities",
         "horovod_topk.core.substitute",
         "horovod_topk.reporting",
         "horovod_topk.config",

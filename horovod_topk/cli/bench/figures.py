@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horovod_topk.cli.bench.methods import DENSE, NONE
+from horovod_topk.cost.quantities import is_number, is_whole
 
 Result = dict[str, Any]  # the results of a run, as --json writes them
-COMPARED = ("model", "ranks", "hosts", "compute", "rate")  # keys that a picture of runs needs
+COMPARED: Mapping[str, Callable[[object], bool]] = {  # keys that a picture of runs needs
+    "model": lambda value: isinstance(value, str),
+    "ranks": is_whole,
+    "hosts": is_whole,
+    "compute": lambda value: value is None or isinstance(value, str),
+    "rate": lambda value: value is None or (is_number(value) and value > 0),
+}
 
 
 @dataclass(frozen=True)
@@ -48,13 +56,22 @@ def read_result(path: Path) -> Result:
     """
     try:
         found: Result = json.loads(path.read_text())
-        figures(found)
+        each = figures(found).values()
         missing = [name for name in COMPARED if name not in found]
+        wrong = [name for name, is_right in COMPARED.items() if not is_right(found.get(name))]
+        numbers = [number for one in each for number in (one.step, one.least, one.most)]
     except OSError as error:
         raise ValueError(
             f"--beside {path}: {_reason(error)}. Give files that --json has written"
         ) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         raise ValueError(
             f"--beside {path} holds no results ({error!r}): give files that --json has written"
         ) from error
@@ -62,6 +79,11 @@ def read_result(path: Path) -> Result:
         raise ValueError(
             f"--beside {path} holds no results, as it lacks {', '.join(missing)}: give files that "
             "--json has written"
+        )
+    if wrong or not all(map(is_number, numbers)):
+        raise ValueError(
+            f"--beside {path} holds no results ({', '.join(wrong) or 'seconds'}: of a wrong type): "
+            "give files that --json has written"
         )
     return found
 

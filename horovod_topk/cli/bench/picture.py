@@ -30,11 +30,14 @@ def draw(path: Path, results: Sequence[Result]) -> None:
 def _fill(axes: Axes, runs: Sequence[Result]) -> None:
     for name in dict.fromkeys(name for run in runs for name in figures(run) if name != NONE):
         places, heights, low, high = _line(name, runs)
+        if not places:
+            continue
         style: dict[str, Any] = {"linestyle": "--" if name in {*KINDS} - {TOPK} else "-"}
         errors = [low, high]
         axes.errorbar(places, heights, yerr=errors, marker="o", capsize=2, label=name, **style)
     axes.set_xticks(range(len(runs)), [_label(run) for run in runs])
-    axes.set_yscale("log")
+    if axes.has_data():  # else no exchange took longer than a step without one
+        axes.set_yscale("log")
     axes.set_xlabel("link of each host")
     axes.set_ylabel("exchange, seconds a step (bars: least and most)")
     first = runs[0]
@@ -42,7 +45,8 @@ def _fill(axes: Axes, runs: Sequence[Result]) -> None:
     axes.set_title(f"{first['model']}, {first['ranks']} ranks on {where}")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    if axes.has_data():
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def check_comparable(results: Iterable[Mapping[str, Any]]) -> None:

@@ -138,11 +138,13 @@ def settings_of(args: argparse.Namespace) -> list[Settings]:
         "network": args.network,
         "controller": "torchrun" if args.torchrun else "mpi" if args.mpi else None,
         "limit_seconds": args.limit,
-        "simulated": args.simulated,
+        "simulated": args.simulated or None,
         "jobs": args.jobs,
     }
     seeds = {} if args.seeds is None else {"seeds": _seeds(args.seeds)}
-    asked: Mapping[str, Any] = {key: value for key, value in given.items() if value} | seeds
+    empty: tuple[object, ...] = (None, (), {})  # not given; 0 is
+    asked: Mapping[str, Any] = {key: each for key, each in given.items() if each not in empty}
+    asked = {**asked, **seeds}
     if args.script.suffix == ".toml":
         return [checked(replace(each, **asked)) for each in of_file(args.script)]
     return [checked(Settings(**{"script": args.script, "compressors": {}, **asked}))]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from horovod_topk.cost.quantities import is_number, is_whole
 
 DONE, FAILED, LATE, DIVERGED = "done", "failed", "cut off", "diverged"
 
@@ -94,8 +97,8 @@ class Store:
         self.folder = path.parent if self.is_file else path
         self._lines: dict[str, dict[str, Any]] = {}  # by digest; the last line of a run counts
         if self.is_file and path.exists():
-            for line in path.read_text().splitlines():
-                found = json.loads(line)
+            for number, line in enumerate(_text(path).splitlines(), 1):
+                found = _read(line, f"{path}, line {number}")
                 self._lines[_cell(found["cell"]).digest] = found
 
     def find(self, cell: Cell) -> Record | None:
@@ -104,7 +107,7 @@ class Store:
             found = self._lines.get(cell.digest)
             return None if found is None else _record(found, cell)
         path = self.folder / f"{cell.digest}.json"
-        return _record(json.loads(path.read_text()), cell) if path.exists() else None
+        return _record(_read(_text(path), str(path)), cell) if path.exists() else None
 
     def keep(self, record: Record) -> None:
         """Write a record, completely or not at all."""
@@ -118,6 +121,93 @@ class Store:
         partial = path.with_suffix(".part")
         partial.write_text(json.dumps(asdict(record), indent=1) + "\n")
         partial.replace(path)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): give --out another path") from error
+
+
+def _read(text: str, where: str) -> dict[str, Any]:
+    """A record as JSON, whose values have the right types.
+
+    Raises:
+        ValueError: it is none; names the place and the field.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is no run of compare ({error}): {CURE}") from error
+    bad = _bad(found, RECORD) or _bad(found["cell"], CELL, "cell.")
+    bad = bad or next(filter(None, (_bad(each, POINT, "points.") for each in found["points"])), "")
+    if bad:
+        raise ValueError(f"{where} is no run of compare ({bad}): {CURE}")
+    return dict(found)
+
+
+CURE = "remove it, so that the run is made again, or give --out another path"
+
+
+def _bad(found: object, kinds: Mapping[str, Callable[[Any], bool]], of: str = "") -> str:
+    """The first field that is missing, unknown or of a wrong type; empty: none is."""
+    if not isinstance(found, dict):
+        return f"{of or 'it'} is no object"
+    for name in (*kinds, *found):
+        if name not in kinds:
+            return f"{of}{name} is no field"
+        if name not in found:
+            return f"{of}{name} is missing"
+        if not kinds[name](found[name]):
+            return f"{of}{name} is {reprlib.repr(found[name])}"
+    return ""
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: object, of: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(of, value))
+
+
+def _is_amount(value: object) -> bool:
+    return value is None or (is_number(value) and value >= 0)
+
+
+def _are_pairs(value: object) -> bool:
+    def is_pair(pair: object) -> bool:
+        return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
+
+    return _is_list(value, is_pair)
+
+
+def _are_metrics(value: object) -> bool:
+    return isinstance(value, dict) and all(v is None or is_number(v) for v in value.values())
+
+
+CELL: Mapping[str, Callable[[Any], bool]] = {
+    "compressor": _is_text,
+    "seed": is_whole,
+    "arguments": lambda value: _is_list(value, _is_text),
+    "grid": _are_pairs,
+    "where": _are_pairs,
+}
+POINT: Mapping[str, Callable[[Any], bool]] = {
+    "step": is_whole,
+    "seconds": is_number,
+    "metrics": _are_metrics,
+}
+RECORD: Mapping[str, Callable[[Any], bool]] = {
+    "cell": lambda value: isinstance(value, dict),
+    "status": lambda value: value in (DONE, FAILED, LATE),
+    "problem": _is_text,
+    "points": lambda value: isinstance(value, list),
+    **dict.fromkeys(("sent_bytes", "dense_bytes", "waited", "peak_memory"), _is_amount),
+    "seeded": lambda value: isinstance(value, bool),
+    "machine": lambda value: isinstance(value, dict),
+}
 
 
 def _cell(found: Mapping[str, Any]) -> Cell:

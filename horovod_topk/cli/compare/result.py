@@ -129,7 +129,8 @@ def _target(
     if settings.target is not None:
         return settings.target
     runs = [each[seed] for each in baselines.values() if seed in each]
-    ends = [run.curve(metric.name)[-1][2] for run in runs if run.outcome(metric.name) == DONE]
+    curves = [run.curve(metric.name) for run in runs if run.outcome(metric.name) == DONE]
+    ends = [curve[-1][2] for curve in curves if curve]
     return metric.worse(*ends) if ends else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from horovod_topk.cli.compare.settings import Settings
 from horovod_topk.cli.machine import machine
 from horovod_topk.cli.process import Ended, follow, rank_of, unprefixed
 from horovod_topk.core.substitute import VARIABLE
+from horovod_topk.cost.quantities import is_number
 
 NETLAB = Path(__file__).resolve().parents[3] / "scripts" / "netlab"
 Event = dict[str, Any]  # a line of `horovod_topk.reporting`'s file
@@ -154,5 +154,5 @@ NO_REPORT = (
 
 
 def _point(event: Event, zero: float) -> Point:
-    metrics = {k: v if math.isfinite(v) else None for k, v in event["metrics"].items()}
+    metrics = {k: v if is_number(v) else None for k, v in event["metrics"].items()}
     return Point(event["step"], event["seconds"] - zero, metrics)

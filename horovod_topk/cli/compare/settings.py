@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import reprlib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +14,16 @@ from typing import Any
 
 from horovod_topk.cli.compare.curves import Metric
 from horovod_topk.cli.compare.records import Cell
+from horovod_topk.cli.options import MOST_RANKS, check_positive, check_whole, given
 from horovod_topk.config import reject_unknown
 from horovod_topk.core.substitute import HOROVODS, parse
+from horovod_topk.cost.quantities import bits_per_second, is_number
 
 LOWER = ("loss", "error", "perplexity", "ppl", "nll", "bits_per_byte", "wer", "mse", "mae", "rmse")
 HIGHER = ("accuracy", "acc", "f1", "auc", "bleu", "map", "iou", "top1", "top5")
 SEEDS = 5
+MOST_SEEDS, LARGEST_SEED = 1000, 2**32 - 1  # the largest that NumPy takes
+MOST_JOBS, MOST_SECONDS = 1024, 31_536_000  # a year
 BASELINES: dict[str, str] = {"dense float32": "none", "dense fp16": "fp16"}
 
 
@@ -179,10 +184,14 @@ def of_file(path: Path) -> list[Settings]:
     """
     try:
         found = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     cases = found.pop("cases", [{}])
+    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
+        raise ValueError(f"{path}: cases = {reprlib.repr(cases)}: write tables [[cases]]")
     options = found.pop("options", {})
+    for table in ({"options": options}, *cases):
+        _check_types({key: each for key, each in table.items() if key == "options"}, path)
     return [
         _of_table({**found, **case, "options": {**options, **case.get("options", {})}}, path)
         for case in cases
@@ -192,6 +201,7 @@ def of_file(path: Path) -> list[Settings]:
 def _of_table(found: Mapping[str, Any], path: Path) -> Settings:
     known = {each.name for each in fields(Settings)}
     reject_unknown({*found} - known, known, str(path))
+    _check_types(found, path)
     if "script" not in found:
         raise ValueError(f"{path}: script is missing. Write script = 'train.py'")
     read = {
@@ -205,8 +215,66 @@ def _of_table(found: Mapping[str, Any], path: Path) -> Settings:
     return Settings(**{**found, **read})
 
 
+def _check_types(found: Mapping[str, Any], path: Path) -> None:
+    """Check the types of settings from a file.
+
+    Raises:
+        ValueError: one is wrong; names the setting and what it has to be.
+    """
+    for name, value in found.items():
+        is_right, wanted = TYPES[name]
+        if not is_right(value):
+            raise ValueError(f"{path}: {name} = {reprlib.repr(value)}: give {wanted}")
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, str | bool) or is_number(value)
+
+
+def _are_scalars(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_scalar, value))
+
+
+def _is_table(value: object, of: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(of, value.values()))
+
+
+def _is_seeds(value: object) -> bool:
+    return type(value) is int or (
+        isinstance(value, list) and all(type(each) is int for each in value)
+    )
+
+
+Check = tuple[Callable[[Any], bool], str]
+_TEXT: Check = (lambda value: isinstance(value, str), "a text")
+_WHOLE: Check = (lambda value: type(value) is int, "a whole number")
+_NUMBER: Check = (is_number, "a number")
+TYPES: Mapping[str, Check] = {
+    **dict.fromkeys(("script", "seed_argument", "hosts", "network", "controller"), _TEXT),
+    **dict.fromkeys(("metric", "version", "title", "text"), _TEXT),
+    **dict.fromkeys(("ranks", "jobs"), _WHOLE),
+    **dict.fromkeys(("limit_seconds", "target", "budget"), _NUMBER),
+    "arguments": (_are_scalars, "a list of texts and numbers"),
+    "compressors": (lambda value: _is_table(value, lambda _: True), "a table of compressors"),
+    "baselines": (lambda value: _is_table(value, lambda _: True), "a table of compressors"),
+    "options": (lambda value: _is_table(value, _is_scalar), "a table of texts and numbers"),
+    "grid": (
+        lambda value: _is_table(value, lambda each: _are_scalars(each) and each),
+        "a table of lists with one value or more",
+    ),
+    "seeds": (_is_seeds, "a number of seeds, or a list of seeds"),
+    "simulated": (lambda value: isinstance(value, bool), "true or false"),
+}
+
+
 def seeds_of(given: int | Sequence[int]) -> tuple[int, ...]:
-    """Seeds from their number, or the seeds themselves."""
+    """Seeds from their number, or the seeds themselves.
+
+    Raises:
+        ValueError: there are too many.
+    """
+    if isinstance(given, int):
+        check_whole("--seeds", given, -MOST_SEEDS, MOST_SEEDS)
     return tuple(range(given)) if isinstance(given, int) else tuple(given)
 
 
@@ -236,6 +304,7 @@ def checked(settings: Settings) -> Settings:
         raise ValueError("nothing to compare. Give --compressors, such as 'TopKEF(ratio=0.01)'")
     if settings.ranks < 2:
         raise ValueError(f"{settings.ranks} rank exchanges nothing. Give --ranks 2 or more")
+    _check_numbers(settings)
     if not settings.seeds or len({*settings.seeds}) < len(settings.seeds):
         raise ValueError(f"seeds {settings.seeds}: give one or more, each once")
     if settings.controller not in ("gloo", "mpi", "torchrun"):
@@ -250,6 +319,27 @@ def checked(settings: Settings) -> Settings:
     if clashes:
         raise ValueError(f"{', '.join(clashes)}: name of a baseline and of a compressor. Rename it")
     return replace(settings, script=settings.script.resolve())
+
+
+def _check_numbers(settings: Settings) -> None:
+    """Check that numbers lie within their limits, for the command line and for files.
+
+    Raises:
+        ValueError: one does not; names the option, the value and the limit.
+    """
+    check_whole("--ranks", settings.ranks, 2, MOST_RANKS)
+    check_whole("--jobs", settings.jobs, 1, MOST_JOBS)
+    check_positive("--limit", settings.limit_seconds, MOST_SECONDS)
+    check_positive("--budget", settings.budget, MOST_SECONDS)
+    if settings.target is not None and not is_number(settings.target):
+        raise ValueError(f"--target {settings.target:g}: give a finite number")
+    for seed in settings.seeds:
+        check_whole("--seeds", seed, 0, LARGEST_SEED)
+    for option in ("hosts", "metric", "seed_argument"):
+        if getattr(settings, option) == "":
+            raise ValueError(f"--{option.replace('_', '-')} '': name one, or leave it out")
+    if settings.network is not None:
+        given(bits_per_second, "--network", settings.network)
 
 
 __all__ = ["BASELINES", "HOROVODS", "Settings", "checked", "metric_of", "named", "of_file"]
