@@ -86,17 +86,18 @@ def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
     later = next((name for p, name in names.items() if p not in waits_for), None)
     if later is not None:
         raise ConfigError(
-            "it had requires_grad=False when the model was wrapped, so that "
+            "it was not trained, or no part of the model, when the model was wrapped, so that "
             "DistributedDataParallel does not exchange its gradient",
             tensor=later,
-            cure=f"Set requires_grad before; now {REWRAP}",
+            cure=f"Wrap the model when it is complete; now {REWRAP}",
         )
-    frozen = (name for name, p in model.module.named_parameters() if p in waits_for - {*names})
-    if not (model.find_unused_parameters or model.static_graph):
+    left = waits_for - {*names}
+    if left and not (model.find_unused_parameters or model.static_graph):
+        of_model = (name for name, p in model.module.named_parameters() if p in left)
         raise ConfigError(
-            "its requires_grad was set to False after the model was wrapped, and "
-            "DistributedDataParallel still waits for its gradient in every step",
-            tensor=next(frozen, None),
+            "its requires_grad was set to False, or it was taken out, after the model was wrapped, "
+            "and DistributedDataParallel still waits for its gradient in every step",
+            tensor=next(of_model, f"of shape {list(next(iter(left)).shape)}"),
             cure="Freeze parameters before wrapping the model, or pass "
             "find_unused_parameters=True to DistributedDataParallel",
         )

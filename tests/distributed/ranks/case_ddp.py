@@ -204,6 +204,19 @@ def test_what_is_trained_only_after_wrapping_is_named() -> None:
         TopKEF(**SPARSE).attach(model, training.sgd(task.parameters()))
 
 
+def test_a_layer_that_is_replaced_after_wrapping_is_named() -> None:
+    task = Setup().task()
+    model = DistributedDataParallel(task)
+    head, task.net[3] = task.net[3], nn.Linear(33, 5)
+    with pytest.raises(ConfigError, match=r"net.3.weight.*no part of the model.*when it is compl"):
+        TopKEF(**SPARSE).attach(model, training.sgd(task.parameters()))
+    task.net[3] = nn.Identity()
+    with pytest.raises(ConfigError, match=r"of shape \[10.*or it was taken out"):
+        TopKEF(**SPARSE).attach(model, training.sgd(task.parameters()))
+    task.net[3] = head
+    TopKEF(**SPARSE).attach(model, training.sgd(task.parameters()))
+
+
 def test_a_parameter_that_ddp_waits_for_is_named() -> None:
     """DDP itself raises an error one step later."""
     task = Setup().task()
