@@ -14,8 +14,8 @@ all of it for a bucket at once, with bitwise the same result.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -44,6 +44,20 @@ from horovod_topk.ops.philox import Stream
 Array = TypeVar("Array")
 
 
+@dataclass(frozen=True)
+class Withheld(Generic[Array]):
+    """What a bucket does not send in a step, since float16 gradients could not hold it."""
+
+    arenas: Arenas[Array]
+    residual: Array  # what the bucket is encoded with in place of its residual
+    rests: Sequence[tuple[int, Array]]  # position of a piece, and what it withholds of e + g
+
+    @property
+    def lent(self) -> Arenas[Array]:
+        """The same arenas, with the other residual."""
+        return Arenas(self.arenas.plan, self.residual, self.arenas.candidate)
+
+
 class PayloadCodec(Generic[Array]):
     """Encodes and decodes buckets, each by its own method.
 
@@ -66,6 +80,9 @@ class PayloadCodec(Generic[Array]):
         self._sealed: dict[bytes, Sequence[Any]] = {}  # measures in payloads, by fingerprint
         self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's, for each piece
         self._of_tensors: dict[int, Callable[[], Array]] = {}  # see `tell`; by the bucket's ordinal
+        # See `limit`, by ordinal and method: the arrays of rounds have another method.
+        self._most: dict[tuple[int, int], Mapping[str, tuple[float, float]]] = {}
+        self._halves: dict[tuple[int, int], set[int]] = {}  # positions of float16 gradients
         self._squares: dict[int, Sequence[Array | None]] = {}  # see `weigh`
         self._shares: dict[int, Sequence[Array | None]] = {}  # see `weigh_sums`
         self._kernels: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
@@ -152,6 +169,46 @@ class PayloadCodec(Generic[Array]):
             self._shares[back.ordinal] = [
                 None if v is None else self._ops.shard(v, parts, first) for v, first in pairs
             ]
+
+    def limit(self, bucket: BucketPlan, most: Mapping[str, tuple[float, float]]) -> None:
+        """Set the largest magnitudes that float16 gradients are encoded with; the rest waits.
+
+        Residuals are float32, so that what has waited may be more than float16 can hold.
+
+        most: where something has waited, and elsewhere; by leg, see `Method.piece`. Other legs have
+            no limit.
+        """
+        self._most[_known(bucket)] = most
+        halves = {t.gradient for t in bucket.tensors if t.spec.dtype == "float16"}
+        self._halves[_known(bucket)] = halves
+
+    def withhold(self, arenas: Arenas[Array], gradients: Sequence[Array]) -> Withheld[Array] | None:
+        """Split e + g into what may be sent in a step and the rest; None: all of it may be sent."""
+        bucket, ops = arenas.plan, self._ops
+        most = self._most.get(_known(bucket), {}).get(bucket.leg)
+        if most is None:
+            return None
+        rests = list[tuple[int, Array]]()
+        residual: Array | None = None
+        for position, piece in enumerate(bucket.tensors):
+            if piece.gradient not in self._halves[_known(bucket)] or not piece.numel:
+                continue
+            gradient = gradients[piece.gradient]
+            if bucket.parts > 1:
+                gradient = ops.shard(gradient, bucket.parts, piece.first)
+            split = ops.withheld(self._slice(arenas.residual, piece), gradient, *most)
+            if split is not None:
+                residual = ops.clone(arenas.residual) if residual is None else residual
+                ops.assign(self._slice(residual, piece), split[0])
+                rests.append((position, split[1]))
+        return None if residual is None else Withheld(arenas, residual, rests)
+
+    def keep(self, withheld: Withheld[Array]) -> None:
+        """Add what was withheld to the candidate, once the bucket is encoded."""
+        arenas = withheld.arenas
+        for position, rest in withheld.rests:
+            candidate = self._slice(arenas.candidate, arenas.plan.tensors[position])
+            self._ops.compensate(candidate, rest, candidate)
 
     def measures(self, bucket: BucketPlan) -> Array:
         """This rank's measures of an encoded bucket, as the uint8 bytes of a payload."""
@@ -258,6 +315,23 @@ class PayloadCodec(Generic[Array]):
         velocities: Velocities[Array] | None = None,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients if the kernel can."""
+        if self._most:
+            held = [self.withhold(each, gradients) for each in arenas]
+            pairs = list(zip(arenas, held, strict=True))
+            lent = [own if each is None else each.lent for own, each in pairs]
+            self._encode_shards(lent, gradients, payloads, velocities)
+            for each in filter(None, held):
+                self.keep(each)
+        else:
+            self._encode_shards(arenas, gradients, payloads, velocities)
+
+    def _encode_shards(
+        self,
+        arenas: Sequence[Arenas[Array]],
+        gradients: Sequence[Array],
+        payloads: Sequence[Array],
+        velocities: Velocities[Array] | None,
+    ) -> None:
         known = self._encoders
         kernels: list[Any] = [
             known.get(each.plan.fingerprint) or self._encoder(each.plan) for each in arenas
@@ -640,6 +714,10 @@ class PayloadCodec(Generic[Array]):
 
     def _slice(self, arena: Array, piece: Any) -> Array:
         return self._ops.view(arena, piece.start, piece.stop)
+
+
+def _known(bucket: BucketPlan) -> tuple[int, int]:
+    return bucket.ordinal, bucket.config.id
 
 
 def _own(bucket: BucketPlan) -> int:

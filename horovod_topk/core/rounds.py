@@ -130,6 +130,9 @@ class ReducedBucket(Generic[Array]):
         ops, arenas = self._ops, self._arenas
         self._name, self._flags, self._works = name, None, []
         gradients = correct(gradients, velocities, ops)
+        self._withheld = self._codec.withhold(arenas, gradients)
+        if self._withheld is not None:
+            arenas = self._withheld.lent
         pairs = zip(self._bucket.tensors, gradients, strict=True)
         for position, (piece, gradient) in enumerate(pairs):
             values = ops.view(arenas.candidate, piece.start, piece.stop)
@@ -190,6 +193,8 @@ class ReducedBucket(Generic[Array]):
             else:
                 ops.subtract_at(work.values, None, sent)
             self._follow(piece, work)
+        if self._withheld is not None:
+            self._codec.keep(self._withheld)
         return flags
 
     def swap(self) -> None:

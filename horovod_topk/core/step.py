@@ -49,6 +49,13 @@ from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
+HALF = 65504.0  # the largest float16
+# What has waited is sent up to a sixteenth of it: SGD's momentum buffer may have to hold the sum of
+# 1 / (1 - momentum) such gradients. Gradients of the step itself are as in dense training.
+WAITED = 16
+# What rounding leaves room for: QSGD with the norm "l2" may double a value, formats with a scale
+# may add 1/128.
+ROUNDED, NARROW = {"float32": 1.0, "": 0.5}, 63 / 64
 
 
 @dataclass(frozen=True)
@@ -382,6 +389,8 @@ class Step(Generic[Array]):
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         storage, ops = self._storage(plan), self._ops
+        if limits := largest_sent(plan, self._exchange):
+            self._codec.limit(plan, limits)
         states = {name: own for name, own in storage.states.items() if name not in STATES}
         memory = storage.residuals, storage.owned, states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
@@ -426,3 +435,22 @@ class Step(Generic[Array]):
                 self._codec.weigh(bucket.plan, ())
             bucket.flags = ()
         return bool(finished)
+
+
+def largest_sent(plan: BucketPlan, exchange: Exchange[Any]) -> dict[str, tuple[float, float]]:
+    """The largest magnitudes that ranks and owners send of float16 gradients: `PayloadCodec.limit`.
+
+    So exchanged gradients are finite, and so is the optimizer's momentum of what has waited. Empty:
+    there is no limit, as no gradient is float16, or no residual keeps the rest.
+    """
+    if not plan.config.error_feedback or all(t.spec.dtype != "float16" for t in plan.tensors):
+        return {}
+    most = HALF * ROUNDED.get(getattr(plan.config, "values", ""), NARROW)
+    nodes: Any = exchange.owner.get("nodes", ())
+    ranks, is_mean = exchange.ranks, plan.reduction == "average"
+    scales = {"direct": ranks, "gather": 1, "sums": max(1, len(nodes))}  # payloads added up
+    found = {}
+    for leg, count in scales.items():
+        alone = most * (ranks if is_mean and leg != "gather" else 1) / count
+        found[leg] = alone / WAITED, alone
+    return found

@@ -72,6 +72,17 @@ class NumpyOps(WithoutKernels, FactorVerbs):
         np.add(residual, gradient.reshape(-1).astype(residual.dtype), out=out)
         return out
 
+    def withheld(
+        self, residual: Array, gradient: Array, most: float, alone: float
+    ) -> tuple[Array, Array] | None:
+        g = gradient.reshape(-1).astype(residual.dtype)
+        total = residual + g
+        limit = np.where(residual == 0, alone, most).astype(residual.dtype)
+        edge, is_over = np.copysign(limit, total), np.abs(total) > limit
+        with np.errstate(invalid="ignore"):  # infinities
+            kept = np.where(is_over, edge - g, residual)
+            return kept, np.where(is_over, total - edge, residual.dtype.type(-0.0))
+
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         np.add(velocity * velocity.dtype.type(factor), gradient.reshape(-1), out=out)
 

@@ -224,6 +224,26 @@ class Ops(Protocol[Array]):
         """
         ...
 
+    def withheld(
+        self, residual: Array, gradient: Array, most: float, alone: float
+    ) -> tuple[Array, Array] | None:
+        """Split residual + gradient where its magnitude is above a limit.
+
+        Args:
+            residual: flat.
+            gradient: of any shape.
+            most: the limit where the residual is not 0.
+            alone: the limit where it is 0.
+
+        Returns:
+            A residual whose sum with the gradient has the limit as its magnitude there, and what is
+            left of the sum; elsewhere the residual itself, and -0.0, which changes no sum.
+            None: no magnitude is above; only where that is known without waiting for a device.
+            The sum of the gradient and the new residual has a NaN or an infinity if the gradient
+            has one.
+        """
+        ...
+
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         """out = factor * velocity + gradient, all of one dtype; rounded twice."""
         ...

@@ -233,6 +233,17 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         _write(out, residual.value + tf.cast(_flat(gradient), residual.dtype))
         return out
 
+    def withheld(
+        self, residual: Array, gradient: Array, most: float, alone: float
+    ) -> tuple[Array, Array] | None:
+        g = tf.cast(_flat(gradient), residual.dtype)
+        total = residual.value + g
+        limits = _scalar(alone, total.dtype), _scalar(most, total.dtype)
+        limit = tf.where(tf.equal(residual.value, 0), *limits)
+        edge, is_over = tf.where(total < 0, -limit, limit), tf.abs(total) > limit
+        rest = tf.where(is_over, total - edge, _scalar(-0.0, total.dtype))
+        return Buffer(tf.where(is_over, edge - g, residual.value)), Buffer(rest)
+
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         kept = velocity.value * _scalar(factor, velocity.dtype)
         _write(out, kept + _flat(gradient))

@@ -120,6 +120,19 @@ class TorchOps(FactorVerbs):
         finite = library.topkef_compensate(*places, *kinds, torch.get_num_threads())
         return out.new_full((1,), 0.0 if finite else math.nan)
 
+    def withheld(
+        self, residual: Tensor, gradient: Tensor, most: float, alone: float
+    ) -> tuple[Tensor, Tensor] | None:
+        g = gradient.reshape(-1).to(residual.dtype)
+        total = residual + g
+        limit = torch.where(residual == 0, torch.full_like(total, alone), most)
+        is_over = total.abs() > limit
+        if total.device.type == "cpu" and not is_over.any():
+            return None
+        edge = torch.copysign(limit, total)
+        rest = torch.where(is_over, total - edge, torch.full_like(total, -0.0))
+        return torch.where(is_over, edge - g, residual), rest
+
     def update_velocity(
         self, velocity: Tensor, factor: float, gradient: Tensor, out: Tensor
     ) -> None:

@@ -119,6 +119,22 @@ def test_assign_casts(backend: Backend) -> None:
 
 
 @each_way
+def test_what_is_above_a_limit_is_withheld(backend: Backend) -> None:
+    residual = np.array([9e5, -9e5, 1e12, 0, 0, 3, -0.0, 5, 4], "f4")
+    gradient = np.array([2000, -2000, 60000, 5000, 6000, 4, -0.0, np.nan, np.inf], "f2")
+    pair = backend.array(residual, "float32"), backend.array(gradient, "float16")
+    split = backend.ops.withheld(*pair, 4000.0, 5000.0)
+    assert split is not None
+    kept, rest = map(backend.numpy, split)
+    assert kept[:6].tolist() == [2000, -2000, -56000, 0, -1000, 3]
+    assert rest[:6].tolist() == [898000, -898000, 1000000061440, 0, 1000, 0]
+    assert np.signbit(kept[6])
+    assert np.signbit(rest[[3, 5, 6]]).all()
+    with np.errstate(invalid="ignore"):
+        assert not np.isfinite(kept + gradient)[7:].any()
+
+
+@each_way
 @given(data=st.data(), wide=st.sampled_from(WIDE))
 def test_compensate_adds_in_the_residuals_dtype(
     backend: Backend, data: st.DataObject, wide: str

@@ -9,12 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from oracle.backends import TORCH, Backend, each_backend
+from oracle.backends import TENSORFLOW, TORCH, Backend, each_backend
 from oracle.examples import examples
 from oracle.jobs import gradient, jobs, steps
-from oracle.world import World
+from oracle.world import World, same_bits
 
 from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.reshard import pending
+from horovod_topk.methods.bytegrad import ByteGrad
+from horovod_topk.methods.onebit import OneBit
+from horovod_topk.methods.powersgd import PowerSGD
+from horovod_topk.methods.qsgd import QSGD
+from horovod_topk.methods.randomk import RandomK
+from horovod_topk.methods.signsgd import SignSGD
+from horovod_topk.methods.threshold import Threshold
 from horovod_topk.methods.topk import VALUES, TopK
 
 ALONE, GATHERED = st.just(1), ["allgather"]
@@ -129,3 +137,99 @@ def test_the_largest_magnitudes_are_sent_and_ties_go_to_the_lower_index(
 def _owed(world: World, gradients: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     residual = world.residuals()[0]
     return {n: e + gradients[n].reshape(-1).astype(e.dtype) for n, e in residual.items()}
+
+
+HALVES = [TensorSpec("w", (40, 30), "float16"), TensorSpec("f", (50,), "float32")]
+WAIT = [
+    *(TopK(0.1, min_numel=0, values=values) for values in VALUES),
+    *(TopK(0.1, min_numel=0, exchange=each) for each in ("sharded", "hierarchical")),
+    TopK(0.1, min_numel=0, by_arrivals="sgd"),
+    TopK(1.0),
+    QSGD(min_numel=0),
+    QSGD(min_numel=0, norm="l2", bits=8, block=64),
+    SignSGD(min_numel=0),
+    OneBit(min_numel=0),
+    ByteGrad(min_numel=0),
+    Threshold(min_numel=0),
+    RandomK(ratio=0.1, min_numel=0),
+    PowerSGD(min_numel=0),
+]
+
+
+def shown(method: Any) -> str:
+    own = ("values", "exchange", "by_arrivals", "ratio")
+    return "-".join([type(method).__name__, *(str(getattr(method, each, "")) for each in own)])
+
+
+@each_backend
+@pytest.mark.parametrize("reduction", ["average", "sum"])
+@pytest.mark.parametrize("method", WAIT, ids=shown)
+def test_what_float16_cannot_hold_waits(backend: Backend, reduction: str, method: Any) -> None:
+    """What has waited is float32, and may be more than a float16 gradient can hold."""
+    assert_finite_and_conserved(backend, reduction, method)
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_what_float16_cannot_hold_waits_in_tensorflow(exchange: str) -> None:
+    assert_finite_and_conserved(TENSORFLOW, "sum", TopK(0.1, min_numel=0, exchange=exchange))
+
+
+def assert_finite_and_conserved(backend: Backend, reduction: str, method: Any) -> None:
+    """Train four steps on residuals of up to 300,000, with gradients of 2,000."""
+    size, random = 3, np.random.default_rng(0)
+    world = World(make_plan(HALVES, method, reduction), size, backend)
+    for rank in world.ranks:
+        state = rank.state_dict()
+        waited = (random.choice([-1, 1], 1200) * random.uniform(0, 3e5, 1200)).astype("f4")
+        kept = state if "w" in state["residuals"] else state.get("owned", {"residuals": {}})
+        if "w" not in kept["residuals"]:  # this rank owns no shard
+            continue
+        waited = waited[: backend.ops.numel(kept["residuals"]["w"])]
+        kept["residuals"] |= {"w": backend.array(waited, "float32")}
+        rank.load_state_dict(state)
+    applied, given = np.zeros(1200), np.zeros(1200)
+    before = waiting(world)
+    for _ in range(4):
+        g = [
+            {
+                "w": (2000 * random.choice([-1, 1], (40, 30))).astype("f2"),
+                "f": random.standard_normal(50).astype("f4"),
+            }
+            for _ in range(size)
+        ]
+        total = np.sum([each["w"].astype("f8").ravel() for each in g], 0)
+        given += total / size if reduction == "average" else total
+        exchanged = world.exchange(g)
+        assert not world.ranks[0].step.flagged
+        for each in exchanged:
+            assert np.isfinite(each["w"]).all()
+            assert each["w"].tobytes() == exchanged[0]["w"].tobytes()
+        applied += exchanged[0]["w"].astype("f8").ravel()
+        world.commit()
+    assert np.abs(before + given - waiting(world) - applied).max() < 130  # four times a float16's
+
+
+def waiting(world: World) -> NDArray[Any]:
+    """All that waits of "w", in units of the applied gradient."""
+    states = (rank.state_dict() for rank in world.ranks)
+    total = pending(states, world.size, world.plan.reduction, world.backend.ops)
+    return world.backend.numpy(total["w"]).astype("f8")
+
+
+@each_backend
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_what_is_not_finite_in_float16_still_flags(
+    backend: Backend, value: float, exchange: str
+) -> None:
+    world = World(make_plan(HALVES, TopK(0.1, min_numel=0, exchange=exchange)), 2, backend)
+    state = world.ranks[0].state_dict()
+    state["residuals"] |= {"w": backend.array(np.full(1200, 1e5, "f4"), "float32")}
+    world.ranks[0].load_state_dict(state)
+    before = world.residuals()
+    bad = np.full((40, 30), 2000.0, "f2")
+    bad[3, 4] = value
+    world.exchange([{"w": bad, "f": np.zeros(50, "f4")}] * 2)
+    assert world.ranks[1].step.flagged == ("w",)
+    world.rollback()
+    assert same_bits(world.residuals(), before)
