@@ -34,14 +34,19 @@ NO_NUMBERS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", NUMBERS, ids=repr)
+def named(value: Any) -> str:
+    """A name that is equal in all of pytest's processes."""
+    return getattr(value, "__name__", repr(value))
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=named)
 def test_numbers(value: Any) -> None:
     assert number_of(value) == 0.5
     assert momentum_of({"momentum": value}) == momentum_of({"betas": (value, 0.9)}) == 0.5
     assert momentum_of({"betas": value}) == 0.5
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=named)
 def test_what_is_no_number(value: Any) -> None:
     assert number_of(value) is None
     assert momentum_of({"momentum": value}) == (0.0 if value is None else None)
@@ -57,7 +62,7 @@ class Own(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None: ...
 
 
-@pytest.mark.parametrize("value", [*NUMBERS, *NO_NUMBERS], ids=repr)
+@pytest.mark.parametrize("value", [*NUMBERS, *NO_NUMBERS], ids=named)
 @pytest.mark.parametrize("setting", ["lr", "momentum", "betas", "weight_decay"])
 def test_an_unknown_optimizer_may_have_any_settings(setting: str, value: Any) -> None:
     """They are fitted, read in each step, and read where nothing is exchanged."""
