@@ -11,6 +11,7 @@ from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.dithered import Dithered, DitheredSum
 from oracle.world import Gradients, World, same_bits
 
+from horovod_topk.core.payload import is_payload
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import Method
@@ -131,7 +132,15 @@ def test_a_checkpoint_goes_on_with_the_same_numbers(method: Method) -> None:
     for compressor, saved in zip(other.ranks, world.ranks, strict=True):
         compressor.load_state_dict(saved.state_dict())
     assert same_bits(other.step(gradients(2)), world.step(gradients(2)))
-    assert latest(other) == latest(world)
+    assert without_facts(latest(other)) == without_facts(latest(world))
+
+
+def without_facts(sent: list[dict[str, bytes]]) -> list[dict[str, bytes]]:
+    """Payloads without the four bytes of their headers that tell that a state was loaded."""
+    return [
+        {n: each[:20] + each[24:] if is_payload(each) else each for n, each in one.items()}
+        for one in sent
+    ]
 
 
 @each_method
