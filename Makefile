@@ -33,7 +33,7 @@ WORKERS ?= 2
 # Which tests: fast, all, or rest (what all adds to fast); tests/conftest.py says which these are.
 TIER ?= fast
 
-.PHONY: help setup demo test test-all check accuracy frontier default methods residuals practice crashes bench bench-kernels bench-gpu bench-network plan-grid bench-trouble bench-wire fuzz clean
+.PHONY: help setup demo test test-all check accuracy frontier default methods residuals practice crashes docs bench bench-kernels bench-gpu bench-network plan-grid bench-trouble bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -81,6 +81,9 @@ practice: setup ## clipping, loss scaling, momentum, restarts on real data, besi
 
 crashes: setup ## kill a hundred ranks of elastic jobs, and account for what is lost (a quarter of an hour)
 	"$(VENV)/bin/python" scripts/crashes.py $(ARGS)
+
+docs: setup ## print anew what pages show of plan, bytes and compare (seconds; a test compares)
+	"$(VENV)/bin/python" scripts/printed.py $(ARGS)
 
 bench: setup ## time compression of a ResNet-50's gradients, PyTorch against TensorFlow
 	"$(VENV)/bin/python" scripts/bench.py $(ARGS)

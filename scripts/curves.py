@@ -25,6 +25,7 @@ def draw(
     column: str = "loss",
     label: str = "training loss",
     log: bool = False,
+    timed: bool = False,
 ) -> None:
     """Writes a PNG with `column` of the runs' histories, against steps and against bytes.
 
@@ -35,16 +36,23 @@ def draw(
         column: of the histories.
         label: of the vertical axis.
         log: whether that axis is logarithmic.
+        timed: whether a third panel shows it against seconds: steps times the median step.
     """
-    figure, (by_steps, by_bytes) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, dpi=120)
+    count = 3 if timed else 2
+    figure, panels = plt.subplots(1, count, figsize=(5 * count, 4), sharey=True, dpi=120)
+    by_steps, by_bytes, *by_seconds = panels
     for (name, runs), colour in zip(curves.items(), COLOURS, strict=False):
         for number, run in enumerate(runs):
             steps, values = run["history"]["step"], run["history"][column]
             style = {"color": colour, "alpha": 0.8, "label": None if number else name}
             by_steps.plot(steps, values, **style)
+            for panel in by_seconds:
+                panel.plot([step * run["seconds_per_step"] for step in steps], values, **style)
             by_bytes.plot([step * run["sent_bytes"] for step in steps], values, **style)
     _dress(by_steps, "steps")
     _dress(by_bytes, "bytes sent by a rank (logarithmic)")
+    for panel in by_seconds:
+        _dress(panel, "seconds, without evaluations")
     by_steps.set_ylabel(label)
     by_steps.set_yscale("log" if log else "linear")
     by_bytes.set_xscale("log")

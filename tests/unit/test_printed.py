@@ -1,0 +1,112 @@
+"""What pages show of commands is what the commands print."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import printed
+from horovod_topk import cli
+from horovod_topk.cli.options import Parser, behind_dashes, joined
+
+
+@pytest.mark.parametrize("page", printed.PAGES, ids=lambda page: page.name)
+def test_outputs_are_those_of_now(page: Path) -> None:
+    """`make docs` prints them anew."""
+    text = page.read_text(encoding="utf-8")
+    if any("compare" in found[1] for found in printed.blocks(text)):
+        pytest.importorskip("scipy")
+        pytest.importorskip("tqdm")
+    assert printed.rewritten(text) == text
+
+
+def test_another_output_would_be_noticed() -> None:
+    page = (printed.ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    assert len(list(printed.blocks(page))) == 1
+    changed = page.replace("efficiency     step", "efficiency     stop")
+    assert changed != page
+    assert printed.rewritten(changed) == page
+
+
+COMMAND = re.compile(r"^\$ (?:[^\n]* )?horovod-topk ((?:[^\n]*\\\n)*[^\n]*)$", re.M)
+
+
+def commands() -> list[list[str]]:
+    texts = (page.read_text(encoding="utf-8") for page in printed.PAGES)
+    found = [line.replace("\\\n", " ") for text in texts for line in COMMAND.findall(text)]
+    return [shlex.split(line.partition(";")[0], comments=True) for line in found]
+
+
+def test_commands_take_the_options_that_pages_give_them() -> None:
+    assert len(commands()) > 12
+    for name, *words in commands():
+        parser = Parser()
+        cli.COMMANDS[name].add_arguments(parser)
+        given = behind_dashes(words)[0] if name == "compare" else words
+        parser.parse_args(joined(given))
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[tuple[str, str], list[str]]:
+    """The rows of `horovod-topk bytes`: exchange and values, then the figures."""
+    assert cli.main(["bytes", *words]) == 0
+    rows = (line.split() for line in capsys.readouterr().out.splitlines()[2:])
+    return {(row[0], row[1]): row[2:] for row in rows}
+
+
+CHOOSING = (printed.ROOT / "docs/choosing.md").read_text(encoding="utf-8")
+ROW = re.compile(
+    r"^\| (?:the default: )?(allgather|sharded), (\w+), ratio ([\d.]+) \| (CPU|GPU) \| "
+    r"([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
+    re.M,
+)
+
+
+def test_reductions_are_those_of_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ROW.findall(CHOOSING)
+    assert len(rows) == 12
+    known: dict[Any, Any] = {}
+    for exchange, values, ratio, device, *figures in rows:
+        for ranks, figure in zip(("2", "4", "8", "64"), figures, strict=True):
+            options = ("--ratio", ratio, "--ranks", ranks)
+            options += ("--device", {"CPU": "cpu", "GPU": "cuda"}[device])
+            if options not in known:
+                known[options] = listed(capsys, *options)
+            assert known[options][exchange, values][2] == f"{figure}x", (exchange, values, options)
+
+
+def test_bytes_of_nodes_are_those_of_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = listed(capsys, "--ratio", "0.01", "--local-size", "4")
+    rows = re.findall(
+        r"^\| (\w+) \| (\w+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+x) \|$", CHOOSING, re.M
+    )
+    assert len(rows) == 8
+    for exchange, values, *figures in rows:
+        assert found[exchange, values][:3] == figures
+
+
+def test_limits_are_those_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of README.md and docs/choosing.md: up to which bandwidth a ResNet-50 is compressed."""
+    limits: dict[tuple[str, str], int] = {}
+    for optimizer in ("sgd", "adam", "none"):
+        words = ["--compute", "62.5ms", "--values", "int4", "--optimizer", optimizer, "--json"]
+        assert cli.main(["plan", *words]) == 0
+        for row in json.loads(capsys.readouterr().out)["strategies"][3:]:
+            (span,) = row["faster"]
+            limits[optimizer, row["exchange"]] = round(span["below"] / 1e9)
+    gathered, owned = (
+        [limits[o, e] for o in ("sgd", "adam", "none")] for e in ("allgather", "sharded")
+    )
+    text = " ".join(CHOOSING.split())
+    assert f"at {gathered[0]} Gbit/s for allgather and {owned[0]} for sharded with SGD" in text
+    assert f"(`--optimizer adam`: {gathered[1]} and {owned[1]}; CPU kernels)" in text
+    assert f"at {gathered[2]} and {owned[2]} with `--optimizer none`" in text
+    readme = (printed.ROOT / "README.md").read_text(encoding="utf-8")
+    assert (
+        f"at {gathered[0]} to {owned[1]} Gbit/s (SGD or AdamW), and {gathered[2]} to {owned[2]}"
+        in readme
+    )
