@@ -309,7 +309,7 @@ def _newest_in(folder: Path, name: str, *, strict: bool) -> tuple[int, list[Path
     if strict:
         missing = ", ".join(paths[rank].name for rank in range(ranks) if rank not in each)
         raise CheckpointError(
-            f"{folder} is no whole checkpoint: {missing}: No such file",
+            f"{folder} is no whole checkpoint: {missing} cannot be read: No such file",
             cure="Save on every rank, and load from a folder that holds the shards of all ranks",
         )
     return newest, paths

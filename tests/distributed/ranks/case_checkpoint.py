@@ -98,7 +98,7 @@ def test_another_rank_s_folder_is_refused_before_anything_changes(tmp_path: Path
     assert path is not None
     path.rename(path.with_name(f"topkef-{1 - hvd.rank():05}-of-00002.safetensors"))
     before = residuals(optimizer)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="was saved by rank"):
         checkpoint.load(tmp_path, TopKEF.of(optimizer))
     assert_residuals(optimizer, before)
 
@@ -121,9 +121,8 @@ def test_shards_of_different_steps_are_told_apart_after_a_restart(tmp_path: Path
         checkpoint.save(folder, TopKEF.of(second))
     hvd.barrier()
     _, third = start(SETTINGS[0])
-    with pytest.raises(CheckpointError, match="shards of different steps"):
-        checkpoint.load(folder, TopKEF.of(third))
-    TopKEF.of(third).reset()
+    checkpoint.load(folder, TopKEF.of(third))  # the newest one that is whole
+    assert TopKEF.of(third).steps == 3
 
 
 def test_a_ratio_that_was_asked_for_goes_on(tmp_path: Path) -> None:
@@ -142,3 +141,28 @@ def test_a_ratio_that_was_asked_for_goes_on(tmp_path: Path) -> None:
     assert TopKEF.of(other).ratio == 0.5
     assert torch.equal(bits(again.parameters()), bits(task.parameters()))
     assert_residuals(other, residuals(optimizer))
+
+
+@pytest.mark.world_size(2)
+def test_a_full_disk_on_one_rank_leaves_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shared(tmp_path)
+    task, optimizer = start({"exchange": "allgather"})
+    training.ordinary(task, optimizer, 0)
+    checkpoint.save(folder, TopKEF.of(optimizer))
+    saved = residuals(optimizer)
+    training.ordinary(task, optimizer, 1)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    if hvd.rank() == 1:
+        monkeypatch.setattr("os.fsync", full)
+        with pytest.raises(CheckpointError, match=r"cannot be written: No space.*free space"):
+            checkpoint.save(folder, TopKEF.of(optimizer))
+    else:
+        checkpoint.save(folder, TopKEF.of(optimizer))
+    hvd.barrier()
+    checkpoint.load(folder, TopKEF.of(optimizer))
+    assert_residuals(optimizer, saved)
