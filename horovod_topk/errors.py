@@ -42,6 +42,10 @@ class UnknownSettingError(TopKError, TypeError):
     """A keyword argument is not a setting."""
 
 
+class AdapterImportError(TopKError, ModuleNotFoundError):
+    """What an adapter needs is not installed, or a name was imported from the wrong module."""
+
+
 class DuplicateNameError(TopKError, ValueError):
     """Two tensors have the same name, so they would share a residual."""
 

@@ -146,9 +146,11 @@ def _check_name(name: str) -> None:
 
 
 def _check_is_state(state: State) -> None:
-    if not hasattr(state, "load_state_dict") or not hasattr(state, "framework"):
+    is_class = isinstance(state, type)
+    if is_class or not hasattr(state, "load_state_dict") or not hasattr(state, "framework"):
+        found = f"the class {state.__name__}" if is_class else f"a {type(state).__name__}"
         raise CheckpointError(
-            f"a {type(state).__name__} is no state of a compressor",
+            f"{found} is no state of a compressor",
             cure="Pass TopKEF.of(optimizer), under DDP TopKEF.of(model)",
         )
 

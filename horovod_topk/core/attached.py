@@ -235,4 +235,5 @@ class Attached(Generic[Kept]):
 
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason
-        log.warning("TopKEF does not compress %s: %s", name, reason)
+        what = "anything" if name == "*" else repr(name)
+        log.warning("TopKEF does not compress %s: %s", what, reason)

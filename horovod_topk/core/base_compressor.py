@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import difflib
 import gc
 import importlib
 import inspect
@@ -33,7 +34,7 @@ from horovod_topk.core.substitute import (
     horovods,
     substitute,
 )
-from horovod_topk.errors import ConfigError, NotAttachedError
+from horovod_topk.errors import AdapterImportError, ConfigError, NotAttachedError
 from horovod_topk.guard import Guard
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ratios import Predicate
@@ -182,9 +183,16 @@ class BaseCompressor(abc.ABC):
             module: module that users import it from, such as `horovod_topk.torch`.
 
         Raises:
+            AdapterImportError: there is no such method, but one of a similar name.
             AttributeError: there is no such method.
         """
         if name not in METHODS:
+            near = {each.lower(): each for each in METHODS}
+            found = difflib.get_close_matches(name.lower(), near, n=1, cutoff=0.7)
+            if found and not name.startswith("_"):
+                raise AdapterImportError(
+                    f"{module} has no {name!r}", cure=f"Import {near[found[0]]}"
+                )
             raise AttributeError(
                 f"{module} has no {name!r}; its compressors are {', '.join(METHODS)}"
             )
@@ -195,9 +203,13 @@ class BaseCompressor(abc.ABC):
     def asked(cls, compression: object) -> Self | None:
         """Return the compressor of this package that was passed as `compression=`, if it is one.
 
-        Returns None for any other object, and if an environment variable has Horovod's own
-        compression serve the optimizer instead.
+        Returns None for one of Horovod's compressors, and if an environment variable has Horovod's
+        own compression serve the optimizer instead.
+
+        Raises:
+            ConfigError: it is another adapter's, or no compressor.
         """
+        cls._check_is_compressor(compression)
         kind: type[Self]
         made: Self | None = None
         if isinstance(compression, cls):
@@ -214,6 +226,37 @@ class BaseCompressor(abc.ABC):
             announce(str(put), kind.__name__)
             return None
         return kind() if made is None else made
+
+    @classmethod
+    def _check_is_compressor(cls, compression: Any) -> None:
+        kind = compression if isinstance(compression, type) else type(compression)
+        known = kind.__name__ if kind.__name__ in METHODS else "TopKEF"
+        right = f"Write from horovod_topk.{cls.adapter} import {known}, and pass {known}"
+        if issubclass(kind, BaseCompressor) and not issubclass(kind, cls):
+            raise ConfigError(
+                f"compression={kind.__name__} is of horovod_topk.{kind.adapter}, and was passed to "
+                f"an optimizer of horovod_topk.{cls.adapter}",
+                cure=right,
+            )
+        if not issubclass(kind, cls) and not hasattr(compression, "compress"):
+            raise ConfigError(
+                f"compression={compression!r:.60} is no compressor",
+                cure=f"{right}, or {known}(...) with settings; hvd.Compression.none is dense",
+            )
+
+    @classmethod
+    def attach(cls, *model: Any, **others: Any) -> Any:
+        """Refuse: only the compressors of `horovod_topk.ddp` are attached to a model.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"horovod_topk.{cls.adapter}.{cls.__name__} is passed to Horovod, as compression=",
+            cure=f"For DistributedDataParallel write from horovod_topk.ddp import {cls.__name__}",
+        )
+
+    hook = attach
 
     @property
     def behind(self) -> State:

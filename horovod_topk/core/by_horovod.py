@@ -22,5 +22,5 @@ class ByHorovod(Attached[Any]):
 
     def __init__(self, name: str, framework: str) -> None:
         self.framework = framework
-        reason = f"{VARIABLE}={name}: Horovod exchanges the gradients"
-        self._stand_for_nothing(f"Horovod's {name}", reason)
+        reason = f"{VARIABLE}={name}: gradients are exchanged without this package"
+        self._stand_for_nothing(f"the exchange {name!r}", reason)

@@ -15,9 +15,20 @@ or, as torch registers communication hooks,
 
 from typing import Any
 
+from horovod_topk.errors import AdapterImportError
+
+try:
+    import torch.distributed  # noqa: F401  # so that its absence has a cure
+except ImportError as error:
+    raise AdapterImportError(
+        f"horovod_topk.ddp is for PyTorch, which cannot be imported: {error}",
+        cure="pip install torch, or, for TensorFlow with Horovod, import horovod_topk.tensorflow",
+    ) from error
+
 from horovod_topk.ddp.compressor import Compressor, TopKEF, exchange
 from horovod_topk.ddp.state import DDPState
 from horovod_topk.guard import Guard
+from horovod_topk.methods import METHODS
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 
 __all__ = ["DDPState", "Guard", "OneBitAdam", "TopKEF", "exchange"]
@@ -27,3 +38,8 @@ def __getattr__(name: str) -> Any:
     """Make the compressor class of another method when it is first imported."""
     globals()[name] = made = Compressor.named(name, __name__)
     return made
+
+
+def __dir__() -> list[str]:
+    """The names of this module, and the compressor classes that are not made yet."""
+    return sorted({*globals(), *METHODS})

@@ -4,8 +4,10 @@ PyTorch compares the annotations of a communication hook with types: in this fil
 strings (`from __future__ import annotations`).
 """
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import MethodType
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.compressor import TrainingCompressor
 from horovod_topk.torch_training.tracing import untraced
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 Groups = Sequence[Sequence[Tensor]]
 TORCHS = {"none": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
 
@@ -43,8 +47,53 @@ def exchange(
 
     Returns:
         A future of the bucket's memory, with the mean of all ranks' compressed gradients.
+
+    Raises:
+        ConfigError: `state` is no such state, but a compressor, for example.
     """
+    if not isinstance(state, DDPState):
+        refuse_registering()
     return state.take(bucket)
+
+
+def refuse_registering() -> NoReturn:
+    """Refuse a compressor in the place of a communication hook or of its state.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "a compressor was passed to register_comm_hook, which takes a state and a hook",
+        cure="Write TopKEF().attach(model, optimizer), or "
+        "model.register_comm_hook(*TopKEF().hook(model, optimizer))",
+    )
+
+
+class _Settings(dict[str, inspect.Parameter]):
+    """Parameters of a compressor; `register_comm_hook` looks for those of a hook."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        if name == "bucket":
+            refuse_registering()
+        raise KeyError(name)
+
+
+class _Signature(inspect.Signature):
+    """Signature of a compressor class, which says that it is no hook."""
+
+    @property
+    def parameters(self) -> Any:
+        return _Settings(super().parameters)
+
+
+class on_class_too(Generic[Parameters, Result]):  # noqa: N801  # it is used as a decorator
+    """A method that may be called on the class, for a compressor with default settings."""
+
+    def __init__(self, method: Callable[Concatenate[Any, Parameters], Result]) -> None:
+        self._method, self.__doc__ = method, method.__doc__
+
+    def __get__(self, instance: Any, owner: Any) -> Callable[Parameters, Result]:
+        return MethodType(self._method, owner() if instance is None else instance)
 
 
 class Compressor(TrainingCompressor):
@@ -70,6 +119,11 @@ class Compressor(TrainingCompressor):
 
     adapter = "ddp"
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = inspect.signature(cls)
+        cls.__signature__ = _Signature([*own.parameters.values()])  # type: ignore[attr-defined]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.commit_dir is not None:
@@ -78,6 +132,7 @@ class Compressor(TrainingCompressor):
                 cure="Save residuals with horovod_topk.checkpoint; torchrun restarts all ranks",
             )
 
+    @on_class_too
     def attach(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None
     ) -> None:
@@ -112,6 +167,7 @@ class Compressor(TrainingCompressor):
                     self._states.discard(state)
                 raise
 
+    @on_class_too
     def hook(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None
     ) -> tuple[Any, Callable[..., Any]]:
@@ -130,7 +186,19 @@ class Compressor(TrainingCompressor):
         return state, exchange
 
     @staticmethod
-    def of(model: DistributedDataParallel) -> DDPState:
+    def compress(*arguments: Any) -> NoReturn:
+        """Refuse to serve Horovod.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a compressor of horovod_topk.ddp was passed to Horovod",
+            cure="For hvd.DistributedOptimizer write from horovod_topk.torch import TopKEF",
+        )
+
+    @staticmethod
+    def of(model: DistributedDataParallel | None = None) -> DDPState:
         """Return the error-feedback state of a model.
 
         Raises:

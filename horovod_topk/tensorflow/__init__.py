@@ -25,7 +25,20 @@ No registry of Horovod is changed: elastic jobs use the state of `horovod_topk.t
 
 from typing import Any
 
+from horovod_topk.errors import AdapterImportError
+
+try:
+    import horovod.tensorflow  # noqa: F401  # so that its absence has a cure
+except ImportError as error:
+    raise AdapterImportError(
+        "horovod_topk.tensorflow is for Horovod with TensorFlow, which cannot be imported: "
+        f"{error}",
+        cure="README.md says how to build Horovod, and `horovod-topk doctor` what is missing; "
+        "torch DistributedDataParallel needs no Horovod: horovod_topk.ddp",
+    ) from error
+
 from horovod_topk.guard import Guard
+from horovod_topk.methods import METHODS
 from horovod_topk.tensorflow import seam
 from horovod_topk.tensorflow.compressor import Compressor, TopKEF
 from horovod_topk.tensorflow.state import OptimizerState
@@ -39,3 +52,8 @@ def __getattr__(name: str) -> Any:
     """Make the compressor class of another method when it is first imported."""
     globals()[name] = made = Compressor.named(name, __name__)
     return made
+
+
+def __dir__() -> list[str]:
+    """The names of this module, and the compressor classes that are not made yet."""
+    return sorted({*globals(), *METHODS})

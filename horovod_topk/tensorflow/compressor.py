@@ -83,7 +83,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         self._waiting: list[Mapping[str, Any]] = []  # state dicts loaded before there was a state
 
     @staticmethod
-    def of(optimizer: Any) -> OptimizerState:
+    def of(optimizer: Any = None) -> OptimizerState:
         """Return the error-feedback state of a distributed optimizer or gradient tape.
 
         Before the first step there is none: call `load_state_dict`, `on_step` and `set_ratio` of

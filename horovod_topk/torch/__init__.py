@@ -23,7 +23,20 @@ and `horovod_topk.torch.elastic` adds `TopKEF` to one registry:
 
 from typing import Any
 
+from horovod_topk.errors import AdapterImportError
+
+try:
+    import horovod.torch  # noqa: F401  # so that its absence has a cure
+except ImportError as error:
+    raise AdapterImportError(
+        f"horovod_topk.torch is for Horovod with PyTorch, which cannot be imported: {error}",
+        cure="For torch DistributedDataParallel write from horovod_topk.ddp import TopKEF, which "
+        "needs PyTorch alone; README.md says how to build Horovod, and `horovod-topk doctor` what "
+        "is missing",
+    ) from error
+
 from horovod_topk.guard import Guard
+from horovod_topk.methods import METHODS
 from horovod_topk.torch import elastic, seam
 from horovod_topk.torch.compressor import Compressor, TopKEF
 from horovod_topk.torch.state import OptimizerState
@@ -39,3 +52,8 @@ def __getattr__(name: str) -> Any:
     """Make the compressor class of another method when it is first imported."""
     globals()[name] = made = Compressor.named(name, __name__)
     return made
+
+
+def __dir__() -> list[str]:
+    """The names of this module, and the compressor classes that are not made yet."""
+    return sorted({*globals(), *METHODS})

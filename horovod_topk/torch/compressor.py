@@ -55,7 +55,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         self._manager: Manager | None = None
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    def of(optimizer: torch.optim.Optimizer | None = None) -> OptimizerState:
         """Return the error-feedback state of a distributed optimizer.
 
         Args:

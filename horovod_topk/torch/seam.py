@@ -32,7 +32,7 @@ from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOpt
 
 from horovod_topk import reporting
 from horovod_topk.core.agreement import agree_on_nothing
-from horovod_topk.core.base_compressor import elastic
+from horovod_topk.core.base_compressor import BaseCompressor, elastic
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.ops.torch import TorchOps
@@ -70,6 +70,7 @@ def _wrap_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         asked = arguments["compression"]
+        _check_names(arguments["named_parameters"])
         if isinstance(self, OneBitAdam):
             asked = _compression_of_momentum(asked, arguments.get("op", hvd.Average))
         compressor = Compressor.asked(asked)
@@ -132,6 +133,21 @@ def _meet_others(ranks: hvd.ProcessSet, compression: Any) -> None:
         return
     kind = compression if isinstance(compression, type) else type(compression)
     agree_on_nothing(f"Horovod's, for {kind.__name__}", TorchOps(), HorovodCollective(ranks))
+
+
+def _check_names(named_parameters: Any) -> None:
+    """Refuse a compressor in the place of the parameters' names, the second argument.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    kind = named_parameters if isinstance(named_parameters, type) else type(named_parameters)
+    if issubclass(kind, BaseCompressor):
+        raise ConfigError(
+            f"hvd.DistributedOptimizer was given {kind.__name__} as named_parameters=",
+            cure=f"Pass it by name: hvd.DistributedOptimizer(optimizer, named_parameters="
+            f"model.named_parameters(), compression={kind.__name__})",
+        )
 
 
 def _compression_of_momentum(asked: Any, op: Any) -> Any:

@@ -25,7 +25,7 @@ def test_there_are_as_many_as_expected() -> None:
 def test_every_error_is_ours_and_pythons(kind: type[TopKError]) -> None:
     """A caller may catch all of ours, or the builtin that fits."""
     assert issubclass(kind, TopKError)
-    assert issubclass(kind, (ValueError, TypeError, LookupError, RuntimeError))
+    assert issubclass(kind, (ValueError, TypeError, LookupError, RuntimeError, ImportError))
     assert kind.__doc__
 
 

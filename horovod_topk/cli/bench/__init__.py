@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from horovod_topk.cli.bench.methods import (
     Method,
     parse_methods,
 )
+from horovod_topk.cli.doctor.finding import is_installed
 from horovod_topk.cli.files import check_picture, check_writable, prints
 from horovod_topk.cli.launcher import by_torchrun
 from horovod_topk.cli.models import MODELS, specs_of
@@ -158,7 +158,7 @@ def _usual(args: argparse.Namespace) -> str:
     if args.script is not None:
         return DEFAULT_OF_SCRIPT
     usual = DEFAULT_OF_TORCHRUN if by_torchrun() else DEFAULT
-    leave_out = args.idle_parameters or not importlib.util.find_spec("numpy")  # torch's needs NumPy
+    leave_out = args.idle_parameters or not is_installed("numpy")  # torch's needs NumPy
     return usual.replace("powersgd,", "") if leave_out else usual
 
 

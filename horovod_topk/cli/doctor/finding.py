@@ -25,7 +25,10 @@ class Finding:
 
 def is_installed(module: str) -> bool:
     """Whether a module can be imported; does not import it."""
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # something hides it
+        return False
 
 
 def version(*distributions: str, module: str = "") -> str | None:

@@ -48,7 +48,7 @@ def find_build() -> Build | None:
     `horovodrun --check-build` starts a process for each framework, which takes a minute on a busy
     machine; importing one framework's part of Horovod gives the same facts.
     """
-    spec = importlib.util.find_spec("horovod")
+    spec = importlib.util.find_spec("horovod") if is_installed("horovod") else None
     if spec is None:
         return None
     folders = [Path(each) for each in spec.submodule_search_locations or ()]

@@ -24,7 +24,7 @@ def test_trains_as_without_compression(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING, "horovod_topk"):
         ours = train(TopKEF(ratio=0.01), embedding=True, absent=True)
     assert_same_history(ours, train(hvd.Compression.none, embedding=True, absent=True))
-    assert "TopKEF does not compress *: world size 1" in caplog.text
+    assert "TopKEF does not compress anything: world size 1" in caplog.text
 
 
 def test_stats_say_that_it_is_inactive() -> None:
