@@ -6,7 +6,7 @@
     exchange = Allgather(MpiCollective(MPI.COMM_WORLD))
 
 It serves to check the adapters against an implementation that shares no code with Horovod. Arrays
-are NumPy's; it needs the extra `horovod-topk[mpi]`.
+are NumPy's; it needs mpi4py and NumPy: `pip install -e '.[mpi]'`.
 """
 
 from __future__ import annotations

@@ -145,10 +145,17 @@ def _check_name(name: str) -> None:
         )
 
 
-def _check_is_state(state: State) -> None:
-    is_class = isinstance(state, type)
-    if is_class or not hasattr(state, "load_state_dict") or not hasattr(state, "framework"):
-        found = f"the class {state.__name__}" if is_class else f"a {type(state).__name__}"
+def _check_is_state(state: object) -> None:
+    if (
+        isinstance(state, type)
+        or not hasattr(state, "load_state_dict")
+        or not hasattr(state, "framework")
+    ):
+        found = (
+            f"the class {state.__name__}"
+            if isinstance(state, type)
+            else f"a {type(state).__name__}"
+        )
         raise CheckpointError(
             f"{found} is no state of a compressor",
             cure="Pass TopKEF.of(optimizer), under DDP TopKEF.of(model)",

@@ -192,5 +192,5 @@ def _safetensors(framework: str) -> Any:
     except ImportError as error:
         raise CheckpointError(
             "checkpoints need the package safetensors, which cannot be imported",
-            cure="Run pip install horovod-topk[checkpoint]",
+            cure="Run pip install safetensors",
         ) from error

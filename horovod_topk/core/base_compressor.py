@@ -245,7 +245,7 @@ class BaseCompressor(abc.ABC):
             )
 
     @classmethod
-    def attach(cls, *model: Any, **others: Any) -> Any:
+    def _is_not_attached(cls, *model: Any, **others: Any) -> Any:
         """Refuse: only the compressors of `horovod_topk.ddp` are attached to a model.
 
         Raises:
@@ -256,7 +256,8 @@ class BaseCompressor(abc.ABC):
             cure=f"For DistributedDataParallel write from horovod_topk.ddp import {cls.__name__}",
         )
 
-    hook = attach
+    attach: ClassVar[Any] = _is_not_attached
+    hook: ClassVar[Any] = _is_not_attached
 
     @property
     def behind(self) -> State:

@@ -111,7 +111,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"horovod-topk compare: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        cure = "Install it with pip install 'horovod-topk[compare]'"
+        cure = "Install it with pip install -e '.[compare]', from the project's checkout"
         print(f"horovod-topk compare: {error}. {cure}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
