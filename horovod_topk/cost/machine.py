@@ -86,7 +86,7 @@ def _check(name: str, value: object) -> None:
     if value is None and name in OPTIONAL:
         return
     limit = "above 0" if name in LEAST else "0 or more"
-    limit += " and 1 at most" if name in SHARES else f", {LEAST.get(name, 0):g} to {MOST:g}"
+    limit += " and 1 at most" if name in SHARES else f" and {MOST:g} at most"
     if not is_number(value) or not _fits(name, value):
         raise ValueError(f"{name}={value!r}: give a number that is {limit}")
 

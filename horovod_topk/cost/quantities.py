@@ -25,6 +25,8 @@ def bits_per_second(text: str) -> float:
             "2.5gbit or 10gbit"
         )
     bandwidth = float(found[1]) * RATES[found[2]]
+    if bandwidth < 1:
+        raise ValueError(f"{shown(text)} is too slow: give 1bit (a second) or more")
     if bandwidth > FASTEST:
         raise ValueError(f"{shown(text)} is too fast: give 1,000 Tbit/s at most")
     return bandwidth

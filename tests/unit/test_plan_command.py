@@ -228,6 +228,10 @@ def test_momentum_correction_and_adapted_steps_take_time_and_no_process_sets(
         (["--compute", "9" * 400 + "s"], "give 1,000,000 s at most"),
         (["--latency", "1000001s"], "--latency '1000001s' is too long: give 1,000,000 s at most"),
         (["--bandwidth", "1001tbit"], "'1001tbit' is too fast: give 1,000 Tbit/s at most"),
+        (
+            ["--bandwidth", "0.1bit"],
+            "--bandwidth '0.1bit' is too slow: give 1bit (a second) or more",
+        ),
         (["--local-bandwidth", "9" * 400 + "bit"], "give 1,000 Tbit/s at most"),
         (["--momentum", "--optimizer", "adam"], "TopKEF does one of the two; give one"),
         (["--bandwidth", "fast"], "--bandwidth 'fast' is not a bandwidth: give a number above 0"),
