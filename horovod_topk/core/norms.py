@@ -60,14 +60,15 @@ class Norms(Generic[Array]):
             sampled = sampled * (1.0 / gain)
         sums: Any = ops.segment_sums(sampled * sampled, [each.size for each in self._samples])
         scaled: Any = sums * self._scales
-        norms: Any = ops.cast(ops.root(ops.cast(ops.finite(scaled), "float64")), "float32")
+        roots: Any = ops.root(ops.cast(ops.finite(scaled), "float64"))
+        norms: Any = ops.cast(ops.cast(roots, "float32"), dtype)
         before: Any = means.residual
         is_known: Any = ops.cast(before > 0.0, dtype)
         counts: Any = ops.cast(norms > 0.0, dtype)  # n waits while gradients are 0
         rates = is_known * (NORM_RATE - 1.0) + 1.0
         after: Any = before + (norms - before) * rates * counts
         ops.assign(means.candidate, ops.finite(after))
-        allowed: Any = ops.finite(ops.divided(before * SPIKE, norms))
+        allowed: Any = ops.cast(ops.finite(ops.divided(before * SPIKE, norms)), dtype)
         # min(1, allowed) is exact: it is 1 where the difference is not negative.
         is_spike: Any = ops.cast(allowed < 1.0, dtype) * is_known * counts
         is_over: Any = ops.cast(scaled > LIMIT, dtype) * is_known  # |G| overflows

@@ -41,7 +41,6 @@ are sent saturate, and the residual keeps the rest.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -161,8 +160,8 @@ def rates_of(state: Mapping[str, Any], key: str = RATES) -> dict[str, float]:
 
 
 def is_unit(rate: Any) -> Any:
-    """Return whether residuals can be in units of a rate: a number, or a library's scalar."""
-    return (rate >= SMALLEST) & (rate < math.inf)
+    """Return whether residuals can be in units of a rate: a number, or a library's float64."""
+    return (rate >= SMALLEST) & (rate <= sys.float_info.max)
 
 
 def _is_rate(rate: object) -> bool:

@@ -23,6 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from horovod_topk.kernels import native
@@ -274,8 +275,7 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         mean = tf.abs(tf.cast(tf.reduce_sum(sample) / max(16 * rows, 1), values.dtype))
         power = tf.bitwise.right_shift(tf.bitcast(mean, kind), mantissa)
         least = tf.bitwise.left_shift(tf.maximum(power - 7, 0), mantissa)
-        infinity = tf.bitcast(tf.constant(math.inf, values.dtype), kind)
-        least = tf.where(tf.not_equal(mean, 0), least, infinity)
+        least = tf.where(tf.not_equal(mean, 0), least, _bits(math.inf, values.dtype))
         bits = tf.maximum(tf.bitcast(tf.abs(flat), kind), least)
         return Buffer(tf.bitcast(one // 4 * 5 - bits // 4, values.dtype) * _flat(values))
 
@@ -471,8 +471,7 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
 
     def poison(self, array: Array, checked: Array) -> None:
         is_finite = tf.reduce_all(tf.math.is_finite(checked.value))
-        nan = tf.constant(math.nan, array.dtype)
-        _write(array, tf.where(is_finite, array.value, nan))
+        _write(array, _nan_where(~is_finite, array.value))
 
     def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
         bits = _bitmap(tf.convert_to_tensor(flags))
@@ -532,7 +531,7 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
     def write_scaled(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
         factor = _scalar(scale, total.dtype)
         if poisoned is not False:  # NaN times anything is NaN
-            factor = tf.where(poisoned, tf.constant(math.nan, total.dtype), factor)
+            factor = _nan_where(poisoned, factor)
         _write(gradient, tf.cast(total.value * factor, gradient.dtype))
 
     def write_placed(
@@ -695,8 +694,25 @@ def _add_rows(total: Tensor, rows: Tensor) -> Tensor:
 
 def _magnitude(values: Tensor) -> Tensor:
     """Absolute values, with NaN as infinity."""
-    infinity = tf.constant(math.inf, values.dtype)
-    return tf.where(tf.math.is_nan(values), infinity, tf.abs(values))
+    infinity = _bits(math.inf, values.dtype)
+    bits = tf.bitcast(tf.abs(values), infinity.dtype)  # those of a NaN are above infinity's
+    return tf.bitcast(tf.minimum(bits, infinity), values.dtype)
+
+
+def _nan_where(condition: Any, values: Tensor) -> Tensor:
+    """Values, with NaN where a condition holds."""
+    nan = _bits(math.nan, values.dtype)
+    return tf.bitcast(tf.where(condition, nan, tf.bitcast(values, nan.dtype)), values.dtype)
+
+
+def _bits(number: float, dtype: tf.DType) -> Tensor:
+    """The bits of an infinity or a NaN, as an integer.
+
+    As a constant of a graph, the number itself would be an error for a user who has
+    `tf.debugging.enable_check_numerics()`.
+    """
+    kind = {2: np.int16, 4: np.int32, 8: np.int64}[dtype.size]
+    return tf.constant(np.array(number, dtype.as_numpy_dtype).view(kind))
 
 
 def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:

@@ -95,8 +95,8 @@ class StepRates:
         largest = tf.where(is_known, tf.maximum(rate, largest), largest)
         unit = tf.where(is_known, unit, before)
         self._pairs = tf.stack([unit, largest], 1)
-        self._factors = tf.where(before > 0, before / unit, 1.0)
-        self._decays = tf.where(largest > 0, unit / largest, 1.0)
+        self._factors = tf.where(before > 0, tf.math.divide_no_nan(before, unit), 1.0)
+        self._decays = tf.where(largest > 0, tf.math.divide_no_nan(unit, largest), 1.0)
         self.largest_decay = tf.reduce_max(self._decays)
 
     def factors(self, names: Sequence[str], dtype: str, least: float = 0.0) -> Sequence[Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from horovod_topk.core.timing import Seconds
 
@@ -62,6 +63,11 @@ def seconds_of(parts: Any) -> Seconds:
 
 
 def _after(tensors: Sequence[Any]) -> Any:
-    """The time at which these tensors are computed, [] float64."""
+    """The time at which these tensors are computed, [] float64.
+
+    It is 0 after `tf.config.experimental.enable_op_determinism()`, which forbids to read a clock.
+    """
+    if is_op_determinism_enabled():
+        return tf.constant(0.0, tf.float64)
     with tf.control_dependencies(list(tensors)):
         return tf.timestamp()
