@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from horovod_topk.config import TAKE_OVER
 from horovod_topk.core.agreement import agree_on_nothing
-from horovod_topk.core.base_compressor import elastic
+from horovod_topk.core.base_compressor import elastic, why_inactive
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
@@ -45,9 +45,17 @@ from horovod_topk.tensorflow.momentum import (
     warn_of_late_clipping,
 )
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
-from horovod_topk.tensorflow.sparse import check_none_left_out, is_sparse, refuse_local, to_dense
+from horovod_topk.tensorflow.sparse import (
+    check_none_left_out,
+    is_sparse,
+    refuse_local,
+    summed,
+    to_dense,
+)
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 from horovod_topk.tensorflow.takeover_tfkeras import apply_none, update_by_arrivals
+from horovod_topk.tensorflow.xla import refuse_xla
+from horovod_topk.tensorflow.zeros import check_bears_zeros
 
 Function = Callable[..., Any]
 
@@ -130,7 +138,9 @@ class Exchange:
         Raises:
             ConfigError: the optimizer has a momentum that would be applied twice, or a sparse
                 gradient would get no momentum or no clipping.
+            UnsupportedOperationError: the step is compiled by XLA.
         """
+        refuse_xla()
         optimizer = self._optimizer()
         grads, variables = list(grads), list(vars)
         for each in self._followers:
@@ -166,7 +176,8 @@ class Exchange:
     def _by_horovod(
         self, gradients: list[Any], variables: list[Any], use_generic_names: bool
     ) -> list[Any]:
-        return list(self._stock(gradients, [unwrap(v) for v in variables], use_generic_names))
+        theirs = self._stock(gradients, [unwrap(v) for v in variables], use_generic_names)
+        return [summed(gradient) for gradient in theirs]
 
 
 def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
@@ -278,6 +289,9 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         fitted = asked["compression"] = fitted_to(given, compressor, asked["process_set"])
         asked["optimizer"] = given.inner_optimizer if scaling.is_scaler(given) else given
         optimizer = original(*bound.args, **bound.kwargs)
+        if why_inactive(asked["process_set"]) is None:
+            cls, config = type(asked["optimizer"]), asked["optimizer"].get_config()
+            check_bears_zeros(lambda: cls.from_config(config), cls.__name__, fitted.config)
         refuse_unexchanged(optimizer)
         refuse_local(optimizer, fitted.config)
         if fitted.taken is not None:

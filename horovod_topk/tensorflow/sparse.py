@@ -17,6 +17,18 @@ def to_dense(gradient: Any) -> Any:
     return tf.convert_to_tensor(gradient) if is_sparse(gradient) else gradient
 
 
+def summed(gradient: Any) -> Any:
+    """Add up a sparse gradient's slices of the same row; others are returned unchanged.
+
+    A gradient is the sum of its slices. Optimizers of Keras 3 square each slice by itself.
+    """
+    if not is_sparse(gradient):
+        return gradient
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
 def is_sparse(gradient: Any) -> bool:
     """Whether a gradient is sparse, as those of `tf.gather` and `Embedding` layers are."""
     return isinstance(gradient, tf.IndexedSlices)

@@ -219,6 +219,8 @@ def slots_of(optimizer: Any) -> list[Any]:
 def slot_of(optimizer: Any, variable: Any, kind: str = "_momentums") -> Any:
     """The tf.Variable with an optimizer's momentum of one variable. Not for legacy optimizers.
 
+    None: the variable is overwritten by its gradient, as the scales of float8 are in Keras 3.
+
     kind: "_velocities" for Adam's mean square.
     """
     slots: Any = getattr(optimizer, kind, None)
@@ -226,7 +228,8 @@ def slot_of(optimizer: Any, variable: Any, kind: str = "_momentums") -> Any:
         slots = optimizer.momentums  # of tf-keras' SGD
     if hasattr(optimizer, "_index_dict"):  # tf-keras
         return slots[optimizer._index_dict[optimizer._var_key(variable)]]
-    return unwrap(slots[optimizer._get_variable_index(variable)])
+    slot = slots[optimizer._get_variable_index(variable)]
+    return None if slot is None else unwrap(slot)
 
 
 def set_momentum(optimizer: Any, setting: str, value: float) -> None:

@@ -25,7 +25,7 @@ def copied(optimizer: Any, cls: Any, inner: Any = None) -> Any:
     Raises:
         UnsupportedOperationError: the copy has other variables than the original.
     """
-    copy = _blank(optimizer, cls, inner)
+    copy = blank(optimizer, cls, inner)
     _build_and_assign(copy, optimizer)
     return copy
 
@@ -39,12 +39,12 @@ def with_loss_scale(optimizer: Any) -> Any:
     return keras.optimizers.LossScaleOptimizer(copied(optimizer, type(optimizer)))
 
 
-def _blank(optimizer: Any, cls: Any, inner: Any = None) -> Any:
+def blank(optimizer: Any, cls: Any, inner: Any = None) -> Any:
     """Copy an optimizer without building the copy."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         config, original = optimizer.get_config(), optimizer.inner_optimizer
         del config["inner_optimizer"]
-        return cls(_blank(original, inner or type(original)), **config)
+        return cls(blank(original, inner or type(original)), **config)
     config = _config_of(optimizer)
     copy = cls.from_config(config)
     for suffix in ("", "_pattern", "_cache"):

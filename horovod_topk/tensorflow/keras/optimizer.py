@@ -8,21 +8,27 @@ it divides by a fixed loss scale, before clipping and weight decay, and, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import tensorflow as tf
 
+from horovod_topk.core.base_compressor import why_inactive
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.keras.arrivals import following
-from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
+from horovod_topk.tensorflow.keras.adafactor import Floored
+from horovod_topk.tensorflow.keras.copying import blank, copied, with_loss_scale
 from horovod_topk.tensorflow.keras.momentum_takeover import SavesSlots, drop_gathered, taking
 from horovod_topk.tensorflow.momentum import Fitted, fitted_to
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
+from horovod_topk.tensorflow.sparse import summed
+from horovod_topk.tensorflow.xla import refuse_xla
+from horovod_topk.tensorflow.zeros import check_bears_zeros
 
 
 def DistributedOptimizer(  # noqa: N802  # Horovod's name
@@ -79,8 +85,9 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     optimizer = with_loss_scale(optimizer)
     _check_accumulation(optimizer)
     taken = None if fitted is None else fitted.taken
+    name = name or f"Distributed{type(optimizer).__name__}"
     exchange = hvd._make_allreduce_grads_fn(
-        name or f"Distributed{type(optimizer).__name__}",
+        name,
         device_dense,
         device_sparse,
         compression,
@@ -90,7 +97,11 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         groups,
         process_set=process_set,
     )
-    cls, inner = _classes(optimizer, exchange, fitted)
+    if fitted is not None and why_inactive(process_set) is None:
+        plain = getattr(optimizer, "inner_optimizer", optimizer)
+        own = _own_class(plain, fitted) or type(plain)
+        check_bears_zeros(lambda: blank(plain, own), type(plain).__name__, fitted.config)
+    cls, inner = _classes(optimizer, _Exchanger(exchange, name, process_set), fitted)
     distributed = copied(optimizer, cls, inner)
     if taken is not None:
         drop_gathered(distributed, taken)
@@ -100,7 +111,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
 
 
 def _classes(
-    optimizer: Any, exchange: Callable[..., list[Any]], fitted: Fitted | None
+    optimizer: Any, exchanger: _Exchanger, fitted: Fitted | None
 ) -> tuple[Any, Any]:
     """The class of the copy, and that of the optimizer inside its loss scale if it changes."""
     base, inner = type(optimizer), None
@@ -111,11 +122,7 @@ def _classes(
             bases = (_ExchangesScaled, SavesSlots, base)
     else:
         bases = (_Exchanges, _own_class(optimizer, fitted) or base)
-    members = {
-        "__module__": base.__module__,
-        "__doc__": base.__doc__,
-        "_exchanger": _Exchanger(exchange),
-    }
+    members = {"__module__": base.__module__, "__doc__": base.__doc__, "_exchanger": exchanger}
     return type(base.__name__, bases, members), inner
 
 
@@ -125,7 +132,13 @@ def _own_class(optimizer: Any, fitted: Fitted | None) -> Any:
         return None
     if fitted.arrivals is not None:
         return following(optimizer, fitted.arrivals)
-    return None if fitted.taken is None else taking(optimizer, fitted.taken)
+    if fitted.taken is not None:
+        return taking(optimizer, fitted.taken)
+    base = type(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Adafactor):
+        return None
+    members = {"__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (Floored, base), members)
 
 
 def load_model(
@@ -155,18 +168,49 @@ def load_model(
 
 
 class _Exchanger:
-    """Holds Horovod's function and the variables it needs, hidden from Keras' tracking."""
+    """Holds Horovod's function and the variables it needs, hidden from Keras' tracking.
 
-    def __init__(self, function: Callable[..., list[Any]]) -> None:
-        self.function = function
+    Args:
+        function: exchanges gradients.
+        name: name of the exchange.
+        process_set: the ranks that exchange gradients.
+    """
+
+    def __init__(self, function: Callable[..., list[Any]], name: str, process_set: Any) -> None:
+        self.function, self._name, self._process_set = function, name, process_set
         self.variables: list[Any] = []  # those of the step that is being built
         self.reached = False  # whether this step applied or accumulated gradients
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Exchange gradients; Horovod's function gets tf.Variables, `Exchange` Keras variables."""
-        if not isinstance(self.function, Exchange):
-            variables = [unwrap(v) for v in variables]
-        return list(self.function(list(gradients), list(variables)))
+        if isinstance(self.function, Exchange):
+            return list(self.function(list(gradients), list(variables)))
+        refuse_xla()
+        exchanged = self.function(list(gradients), [unwrap(v) for v in variables])
+        return [summed(gradient) for gradient in exchanged]
+
+    def largest(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the largest values of all ranks, as new values of overwritten variables.
+
+        The largest magnitudes that float8 is scaled by have to be those of the global batch.
+
+        Args:
+            values: new values of this rank.
+            variables: the Keras variables that they overwrite.
+        """
+        if not values or why_inactive(self._process_set) is not None:
+            return list(values)
+        refuse_xla()
+        flat = tf.concat([tf.reshape(tf.cast(each, tf.float32), [-1]) for each in values], 0)
+        flat = tf.where(tf.math.is_nan(flat), flat.dtype.max, flat)  # a maximum may miss a NaN
+        name = f"topkef.overwritten.{self._name}.{variables[0].path}"
+        options = {"name": name, "process_set": self._process_set}
+        found = hvd.allreduce(flat, op=hvd.Max, **options)
+        parts = tf.split(found, [int(v.value.shape.num_elements()) for v in variables])
+        return [
+            tf.cast(tf.reshape(part, tf.shape(each)), each.dtype)
+            for part, each in zip(parts, values, strict=True)
+        ]
 
 
 class _Exchanges:
@@ -193,6 +237,17 @@ class _Exchanges:
                 cure="Wrap an optimizer with the apply() of keras.optimizers.Optimizer, or use "
                 "hvd.DistributedGradientTape",
             )
+
+    def _overwrite_variables_directly_with_gradients(
+        self,
+        grads: Any,
+        vars: Any,  # noqa: A002  # Keras' name
+    ) -> Any:
+        this: Any = self
+        base: Any = super()
+        pairs = zip(grads, vars, strict=True)
+        new = _largest(self._exchanger, pairs, this._overwrite_variable_with_gradient)
+        return base._overwrite_variables_directly_with_gradients(new, vars)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         self._exchanger.reached = True
@@ -244,8 +299,9 @@ class _ExchangesScaled:
                 this.build(variables)
             this.built = True
         scale = this.dynamic_scale
-        pairs = list(zip(grads, variables, strict=True))
-        kept = [g if this._overwrite_variable_with_gradient(v) else None for g, v in pairs]
+        overwrites = this._overwrite_variable_with_gradient
+        grads = _largest(self._exchanger, zip(grads, variables, strict=True), overwrites)
+        kept = [g if overwrites(v) else None for g, v in zip(grads, variables, strict=True)]
         unscaled = [
             None if g is None or k is not None else keras.ops.divide(g, scale)
             for g, k in zip(grads, kept, strict=True)
@@ -256,6 +312,24 @@ class _ExchangesScaled:
             for g, k in zip(exchanged, kept, strict=True)
         ]
         super().apply(scaled, trainable_variables)  # type: ignore[misc]
+
+
+def _largest(
+    exchanger: _Exchanger, pairs: Iterable[tuple[Any, Any]], overwrites: Callable[[Any], bool]
+) -> list[Any]:
+    """Replace the gradients that overwrite their variables by the largest of all ranks.
+
+    Args:
+        exchanger: exchanges them.
+        pairs: gradients, or None, and their variables.
+        overwrites: whether a variable is overwritten.
+    """
+    gradients, variables = map(list, zip(*pairs, strict=True))
+    at = [i for i, v in enumerate(variables) if gradients[i] is not None and overwrites(v)]
+    found = exchanger.largest([gradients[i] for i in at], [variables[i] for i in at])
+    for i, gradient in zip(at, found, strict=True):
+        gradients[i] = gradient
+    return gradients
 
 
 def _check(optimizer: Any, op: Any, predivide: float, backward_passes_per_step: int) -> None:
