@@ -31,7 +31,7 @@ from horovod_topk.checkpoint import parts, shard
 from horovod_topk.checkpoint.contents import check_place, is_count
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core.base_compressor import ALONE, BaseCompressor, State
-from horovod_topk.core.state_dict import COMMITTED, owner_of
+from horovod_topk.core.state_dict import COMMITTED, owner_of, renamed
 from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
 
 log = logging.getLogger("horovod_topk")
@@ -237,7 +237,7 @@ def _read(
     saved, folder = len(paths), paths[0].parent
     if saved == ranks:
         path = paths[rank]
-        contents = _read_shard(path, rank, ranks, state.framework)
+        contents = renamed(_read_shard(path, rank, ranks, state.framework), own)
         if own:
             with naming(path):
                 parts.check_reduction(contents, state.reduction)
@@ -251,7 +251,8 @@ def _read(
         )
     log.warning("TopKEF shares out what %d ranks saved in %s to %d", saved, folder, ranks)
     shards = (
-        (path, _read_shard(path, each, saved, state.framework)) for each, path in enumerate(paths)
+        (path, renamed(_read_shard(path, each, saved, state.framework), own))
+        for each, path in enumerate(paths)
     )
     job = parts.Job(ranks, state.reduction, state.tensors, strict)
     return folder, parts.share_out(shards, saved, own, job, state.framework)

@@ -165,4 +165,4 @@ def is_unit(rate: Any) -> Any:
 
 
 def _is_rate(rate: object) -> bool:
-    return isinstance(rate, Real) and bool(is_unit(rate)) and rate <= sys.float_info.max
+    return isinstance(rate, Real) and bool(is_unit(rate))

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 from horovod_topk.core.arrivals import RANGES
 from horovod_topk.core.guard import LENGTHS, is_memory
 from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
+from horovod_topk.core.rates import LARGEST, RATES
 from horovod_topk.errors import StateDictError
 from horovod_topk.ops import Ops
 from horovod_topk.schedules import MEMORY
@@ -29,6 +30,7 @@ RELEASED = "released"  # key in a state dict: tensors that left the plan, withou
 STEPS = "steps"  # key in a saved shard: how many steps had ended
 OWNED, VELOCITY = "owned", "velocity"  # keys of state dicts within a state dict
 METHOD_STATE = "state."  # prefix of keys: a method's state, a state dict within a state dict
+VARIABLES = "variables"  # key in a state dict of TensorFlow: names of all variables, in order
 SHARED = "shared"  # key in a method's state: whether it is equal on all ranks
 LARGEST = 1e18  # norm of a residual, at most: its square, and sums over ranks, fit float32
 ROUNDING = 1e-3  # share by which a value may exceed its range
@@ -78,6 +80,48 @@ def joined(state: Mapping[str, Any], waiting: Mapping[str, Any]) -> dict[str, An
         if key in waiting:
             result[key] = joined(state[key], waiting[key])
     return result
+
+
+def renamed(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict by the names that its variables have in another one, of the same model.
+
+    Keras numbers the layers of a process, and gives the variables of a loaded model other paths;
+    their order stays. Names change if both state dicts have as many variables, under other names,
+    and if in this order the last parts of the names and the known shapes are equal.
+
+    own: the other state dict's names of all variables, and their shapes.
+    """
+    theirs, mine = state.get(VARIABLES), own.get(VARIABLES)
+    if not (_are_names(theirs) and _are_names(mine) and len(theirs) == len(mine)):
+        return dict(state)
+    names = dict(zip(theirs, mine, strict=True))
+    if set(theirs) == set(mine) or not all(_may_be(*pair, state, own) for pair in names.items()):
+        return dict(state)
+    return _renamed(state, names)
+
+
+def _are_names(value: object) -> TypeGuard[list[str]]:
+    """Whether a value is a list of different strings."""
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return is_list and len(set(value)) == len(value)  # type: ignore[arg-type,call-overload]
+
+
+def _may_be(theirs: str, mine: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Whether two names may be of the same variable."""
+    pairs = (state.get("shapes"), theirs), (own.get("shapes"), mine)
+    shapes = [known.get(name) for known, name in pairs if isinstance(known, Mapping)]
+    ends = {name.rpartition("/")[2].partition("#")[0] for name in (theirs, mine)}
+    return len(ends) == 1 and (None in shapes or shapes[0] == shapes[-1])
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    result = dict(state)
+    for key in ("shapes", "tensors", RESIDUALS, RATES, LARGEST, RELEASED, VARIABLES):
+        if isinstance(each := state.get(key), Mapping):
+            result[key] = {names.get(name, name): value for name, value in each.items()}
+        elif _are_names(each):
+            result[key] = [names.get(name, name) for name in each]
+    return result | {key: _renamed(state[key], names) for key in parts_of(state)}
 
 
 def without(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -34,7 +34,8 @@ def step(
         gradients: one gradient for each tensor.
         state: the state variables, which a finite step updates.
         due: whether to measure `Squares` in this step, [] bool.
-        rate: the learning rate, [] float64, if residuals are rescaled by it.
+        rate: the learning rate, [] float64; None: it is not known. At 0, gradients are exchanged
+            alone, and residuals stay as they are.
         squares: Adam's mean square of each tensor, or None; empty: with other optimizers.
         plain: whether velocities are sent without Nesterov's term.
 
@@ -54,7 +55,8 @@ def step(
     of = {b.ordinal: [arrays[t.spec.name] for t in b.tensors] for b in plan.buckets}
     known = zip([spec.name for spec in cached.specs], squares, strict=True) if squares else ()
     rates = state.rates_at(plan, rate)
-    run = state.step(plan, cached.name, rates, dict(known), plain=plain)
+    moves = None if rate is None else tf.not_equal(rate, 0.0)
+    run = state.step(plan, cached.name, rates, dict(known), plain=plain, moves=moves)
     timer = state.timer
     timer.begin()
     run.turn()

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.rates import LARGEST, RATES, is_unit
-from horovod_topk.errors import ConfigError
 
 
 def rate_of(optimizer: Any) -> Any:
@@ -21,8 +20,8 @@ def rate_of(optimizer: Any) -> Any:
 
     A schedule gives the rate of the present iteration; in a graph it is read when the graph runs.
 
-    Raises:
-        ConfigError: the optimizer has no learning rate.
+    Returns:
+        None: the optimizer is not known, or has no learning rate.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     rate = getattr(optimizer, "learning_rate", None)
@@ -31,10 +30,7 @@ def rate_of(optimizer: Any) -> Any:
     elif hasattr(optimizer, "_current_learning_rate"):  # tf-keras: that is the last step's rate
         rate = optimizer._learning_rate(optimizer.iterations)
     if rate is None:
-        raise ConfigError(
-            f"follow_lr=True was given, and {type(optimizer).__name__} has no learning_rate",
-            cure="Leave follow_lr= out",
-        )
+        return None
     return tf.cast(tf.convert_to_tensor(rate), tf.float64)
 
 
@@ -95,12 +91,15 @@ class StepRates:
         largest = tf.where(is_known, tf.maximum(rate, largest), largest)
         unit = tf.where(is_known, unit, before)
         self._pairs = tf.stack([unit, largest], 1)
-        self._factors = tf.where(before > 0, tf.math.divide_no_nan(before, unit), 1.0)
+        factors = tf.where(before > 0, tf.math.divide_no_nan(before, unit), 1.0)
+        self._factors = tf.where(tf.equal(rate, 0.0), tf.zeros_like(factors), factors)
         self._decays = tf.where(largest > 0, tf.math.divide_no_nan(unit, largest), 1.0)
         self.largest_decay = tf.reduce_max(self._decays)
 
     def factors(self, names: Sequence[str], dtype: str, least: float = 0.0) -> Sequence[Any]:
         """Factors that rescale residuals to the learning rate: [] of a dtype for each name.
+
+        They are 0 in a step at rate 0, which sends gradients alone.
 
         least: the smallest factor.
         """

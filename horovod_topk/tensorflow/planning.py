@@ -66,6 +66,13 @@ def names_of(variables: Iterable[Any]) -> list[str]:
     return names
 
 
+def shapes_of(names: Sequence[str], variables: Sequence[Any]) -> dict[str, list[int] | None]:
+    """Shapes of variables by name; None: not fixed."""
+    shapes = (unwrap(variable).shape for variable in variables)
+    known = (shape.as_list() if shape.is_fully_defined() else None for shape in shapes)
+    return dict(zip(names, known, strict=True))
+
+
 def spec_of(name: str, gradient: Any, variable: Any) -> TensorSpec:
     """The core's description of a gradient.
 

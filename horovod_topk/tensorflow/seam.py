@@ -163,7 +163,12 @@ class Exchange:
             return scaling.multiplied(self.state.alone(local, variables), scale)
         sparse = [g if is_sparse(g) else None for g in grads]
         local = scaling.divided(grads, scale, variables)
-        rate = rate_of(optimizer) if config.follow_lr else None
+        rate = rate_of(optimizer)
+        if config.follow_lr and rate is None:
+            raise ConfigError(
+                f"follow_lr=True was given, and {type(optimizer).__name__} has no learning_rate",
+                cure="Leave follow_lr= out",
+            )
         by = self._fitted.arrivals
         squares = [] if by is None else by.squares(optimizer, variables)
         exchanged = self.state.exchange(local, variables, rate, squares)

@@ -17,6 +17,7 @@ from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, check_steps_kept, elastic
 from horovod_topk.core.measures import HOST
 from horovod_topk.core.residual import Squares
+from horovod_topk.core.state_dict import VARIABLES, renamed
 from horovod_topk.core.stats import Sample
 from horovod_topk.core.timing import Seconds
 from horovod_topk.errors import UnsupportedOperationError
@@ -25,7 +26,7 @@ from horovod_topk.tensorflow.alone import clipped_alone, with_momentum
 from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.graph import step
 from horovod_topk.tensorflow.plan_cache import CachedPlan, PlanCache
-from horovod_topk.tensorflow.planning import Settings, names_of, spec_of, unwrap
+from horovod_topk.tensorflow.planning import Settings, names_of, shapes_of, spec_of, unwrap
 from horovod_topk.tensorflow.scaling import is_dense
 from horovod_topk.tensorflow.state_variables import VariableState
 from horovod_topk.tensorflow.timing import seconds_of
@@ -66,6 +67,7 @@ class OptimizerState(Attached[VariableState]):
         super().__init__(settings.process_set, settings.reduction, label)
         self._config, self._stores = config, stores
         self._names = names = names_of(variables)
+        self._known = {VARIABLES: names, "shapes": shapes_of(names, variables)}
         self._name_of = {id(unwrap(v)): name for v, name in zip(variables, names, strict=True)}
         self._functions: dict[tuple[str, Branch, int], Callable[..., list[Any]]] = {}
         self._traced: dict[tuple[str, bool], CachedPlan] = {}  # plans of the traced graphs
@@ -77,10 +79,18 @@ class OptimizerState(Attached[VariableState]):
         self._state = VariableState(config, settings.reduction, names, stores, collective)
         self._plans = PlanCache(config, settings, names, self._state)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `Attached.state_dict`, with the names of all variables."""
+        return super().state_dict() | {VARIABLES: [*self._names]} if self.active else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `Attached.load_state_dict`; a loaded model's variables may have other names."""
+        super().load_state_dict(renamed(state, self._known))
+
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise StateDictError if a state dict does not fit the tensors known so far."""
         if self.active:
-            self._state.check_state_dict(state)
+            self._state.check_state_dict(renamed(state, self._known))
 
     def residual(self, name: str) -> Any:
         """As `Attached.residual`."""
@@ -100,7 +110,7 @@ class OptimizerState(Attached[VariableState]):
         Args:
             gradients: one a variable.
             variables: the variables, in the same order in all calls.
-            rate: the learning rate, [] float64, if residuals follow it.
+            rate: the learning rate, [] float64; None: it is not known.
             squares: Adam's mean square of each variable, or None; empty: with other optimizers.
 
         Raises:

@@ -54,6 +54,7 @@ class VariableArenas(Arenas[Array]):
         plan: the bucket.
         variables: one state variable for each tensor of the plan.
         factors: a factor for each variable's value, of the same dtype; None: all are 1.
+        moves: whether the step may change the variables, [] bool; None: it may.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class VariableArenas(Arenas[Array]):
         plan: BucketPlan,
         variables: Sequence[Any],
         factors: Sequence[Any] | None = None,
+        moves: Any = None,
     ) -> None:
         parts, stop = [], 0
         for i, (tensor, variable) in enumerate(zip(plan.tensors, variables, strict=True)):
@@ -71,16 +73,22 @@ class VariableArenas(Arenas[Array]):
             stop = tensor.stop
         residual = Buffer.joined(parts)
         super().__init__(plan, residual, residual.copy())
-        self._variables = variables
+        self._variables, self._moves = variables, moves
 
     def swap(self) -> None:
         """Assign the candidates to the variables."""
+        if self._moves is None:
+            self._assign()
+        else:
+            tf.cond(self._moves, self._assign, lambda: None)
+        super().swap()
+
+    def _assign(self) -> None:
         assert isinstance(self.candidate, Buffer)  # `__init__` has made it
         tensors = self.plan.tensors
         left = self.candidate.split(at for t in tensors for at in (t.start, t.stop))
         for tensor, variable in zip(tensors, self._variables, strict=True):
             variable.assign(left.read(tensor.start, tensor.stop), read_value=False)
-        super().swap()
 
 
 class VariableState(State[Array]):
@@ -201,6 +209,7 @@ class VariableState(State[Array]):
         squares: Mapping[str, Any] = MappingProxyType({}),
         *,
         plain: bool = False,
+        moves: Any = None,
     ) -> Step[Array]:
         """Make a step over the state variables, for one graph.
 
@@ -210,6 +219,9 @@ class VariableState(State[Array]):
             rates: learning rates of the step, if residuals are rescaled by them.
             squares: Adam's mean square of each tensor, or None, by name.
             plain: whether velocities are sent without Nesterov's term.
+            moves: whether the learning rate is other than 0, [] bool; None: it is not known. At 0,
+                residuals and mean norms stay; velocities and arrivals change, as the optimizer's
+                moments do.
         """
         exchange = self.exchange
         assert exchange is not None  # `know` has chosen it
@@ -220,10 +232,13 @@ class VariableState(State[Array]):
         ) -> VariableArenas:
             names = [tensor.spec.name for tensor in bucket.tensors]
             variables = [self._variable(key, name, at) for name in names]
+            stays = moves is not None and key in (RESIDUALS, OWNED, METHOD_STATE + NORMS)
             factors = None
             if rates is not None:
                 factors = rates.factors(names, bucket.residual_dtype, least)
-            return VariableArenas(bucket, variables, factors)
+            elif stays and key in (RESIDUALS, OWNED):
+                factors = [tf.cast(moves, bucket.residual_dtype)] * len(names)
+            return VariableArenas(bucket, variables, factors, moves if stays else None)
 
         def state_of(name: str, bucket: BucketPlan) -> VariableArenas:
             # What has waited may arrive as large as it is now.

@@ -46,11 +46,10 @@ def test_the_rate_is_that_of_the_step_to_come(name: str, scaled: bool) -> None:
     assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
-def test_an_optimizer_without_a_rate_is_named() -> None:
+def test_the_rate_within_a_loss_scale_and_of_an_optimizer_without_one() -> None:
     from horovod_topk.tensorflow.learning_rates import rate_of
 
-    with pytest.raises(ConfigError, match=r"SimpleNamespace has no learning_rate.*Leave follow_lr"):
-        rate_of(SimpleNamespace())
+    assert rate_of(SimpleNamespace()) is None
     inner = SimpleNamespace(learning_rate=0.5)
     assert float(rate_of(SimpleNamespace(inner_optimizer=inner))) == 0.5
 
@@ -64,7 +63,7 @@ def test_an_optimizer_without_a_rate_is_named() -> None:
         (0.5, 2.0, 0.75, 2.0),
         (0.5, 0.25, 3 / 0.95, 0.475),  # a twentieth less, at most
         (0.5, 1e-9, 3 / 0.95, 0.475),
-        (0.5, 0.0, 3.0, 0.5),  # weights are frozen
+        (0.5, 0.0, 0.0, 0.5),  # weights are frozen: a gradient is sent alone
         (0.0, 1e-13, 3.0, 0.0),  # ignored, as `core.rates` has it
         (0.5, -1.0, 3.0, 0.5),
         (0.5, float("nan"), 3.0, 0.5),

@@ -19,8 +19,8 @@ import tensorflow as tf
 from horovod_topk.core.base_compressor import why_inactive
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import Compressor
-from horovod_topk.tensorflow.keras.arrivals import following
 from horovod_topk.tensorflow.keras.adafactor import Floored
+from horovod_topk.tensorflow.keras.arrivals import following
 from horovod_topk.tensorflow.keras.copying import blank, copied, with_loss_scale
 from horovod_topk.tensorflow.keras.momentum_takeover import SavesSlots, drop_gathered, taking
 from horovod_topk.tensorflow.momentum import Fitted, fitted_to
@@ -110,14 +110,15 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     return distributed
 
 
-def _classes(
-    optimizer: Any, exchanger: _Exchanger, fitted: Fitted | None
-) -> tuple[Any, Any]:
+def _classes(optimizer: Any, exchanger: _Exchanger, fitted: Fitted | None) -> tuple[Any, Any]:
     """The class of the copy, and that of the optimizer inside its loss scale if it changes."""
     base, inner = type(optimizer), None
     bases: tuple[type, ...] = (_ExchangesScaled, base)
     if issubclass(base, keras.optimizers.LossScaleOptimizer):
-        inner = _own_class(optimizer.inner_optimizer, fitted)
+        plain = type(optimizer.inner_optimizer)
+        own = _own_class(optimizer.inner_optimizer, fitted) or plain
+        names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
+        inner = type(plain.__name__, (_InOneReplica, own), names)
         if fitted is not None and fitted.taken is not None:
             bases = (_ExchangesScaled, SavesSlots, base)
     else:
@@ -213,7 +214,20 @@ class _Exchanger:
         ]
 
 
-class _Exchanges:
+class _InOneReplica:
+    """Mixin for a Keras optimizer that does not add gradients up over replicas if there is one.
+
+    Keras does so by a function with a gradient of its own, and TensorFlow keeps each of these, with
+    the graph of the training step, until the process ends.
+    """
+
+    def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
+        if tf.distribute.has_strategy():
+            return super()._all_reduce_sum_gradients(grads_and_vars)  # type: ignore[misc]
+        return grads_and_vars
+
+
+class _Exchanges(_InOneReplica):
     """Mixin for a Keras optimizer that exchanges gradients where it clips them."""
 
     _exchanger: _Exchanger
