@@ -15,7 +15,8 @@ from typing import Any, TypeGuard
 from horovod_topk.core.arrivals import RANGES
 from horovod_topk.core.guard import LENGTHS, is_memory
 from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
-from horovod_topk.core.rates import LARGEST, RATES
+from horovod_topk.core.rates import LARGEST as LARGEST_RATES
+from horovod_topk.core.rates import RATES
 from horovod_topk.errors import StateDictError
 from horovod_topk.ops import Ops
 from horovod_topk.schedules import MEMORY
@@ -116,7 +117,7 @@ def _may_be(theirs: str, mine: str, state: Mapping[str, Any], own: Mapping[str, 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     result = dict(state)
-    for key in ("shapes", "tensors", RESIDUALS, RATES, LARGEST, RELEASED, VARIABLES):
+    for key in ("shapes", "tensors", RESIDUALS, RATES, LARGEST_RATES, RELEASED, VARIABLES):
         if isinstance(each := state.get(key), Mapping):
             result[key] = {names.get(name, name): value for name, value in each.items()}
         elif _are_names(each):

@@ -1,44 +1,85 @@
-"""Callbacks of Keras 3 and tf-keras: metrics in the logs, and losses for the guard."""
+"""Callbacks of Keras 3 and tf-keras: metrics of steps, and losses for the guard."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from horovod_topk import reporting
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.metrics import as_dictionary
 
+Logs = MutableMapping[str, float] | None
 
-def callback(compression: Any, library: Any) -> Any:
-    """Return a callback that adds the last step's metrics to the logs of batches and epochs.
 
-    `model.fit(...).history` has them, and every later callback sees them.
+REDUCTION = "comm/reduction"  # the one metric in the logs, and so in Keras' progress line
+
+
+def callback(compression: Any, library: Any, loggers: Sequence[Any] = ()) -> Any:
+    """Return a callback that hands the last step's metrics to `history` and to loggers.
+
+    `model.fit(...).history` has the metrics at the end of each epoch. Of all metrics the logs have
+    `comm/reduction` alone, as Keras' progress line shows whatever they have.
 
     Args:
         compression: the instance that the optimizer was built with, such as `TopKEF()`.
         library: `keras` or `tf_keras`.
+        loggers: callbacks such as `keras.callbacks.CSVLogger` or `TensorBoard`, whose logs have
+            every metric. Do not give them to `fit` as well.
     """
 
     class Metrics(library.callbacks.Callback):  # type: ignore[misc]
-        """Adds metrics to Keras' logs."""
+        """Hands metrics to the history and to loggers."""
 
         def __init__(self) -> None:
             super().__init__()
             self._last: dict[str, float] = {}
+            self._loggers = library.callbacks.CallbackList(list(loggers), add_history=False)
             compression.on_step(self._take)
 
-        def on_train_batch_end(
-            self, batch: int, logs: MutableMapping[str, float] | None = None
-        ) -> None:
-            """Add the metrics of the last step."""
-            if logs is not None:
-                logs.update(self._last)
+        def set_model(self, model: Any) -> None:
+            """Hand the model to the loggers."""
+            super().set_model(model)
+            self._loggers.set_model(model)
 
-        def on_epoch_end(self, epoch: int, logs: MutableMapping[str, float] | None = None) -> None:
-            """Add the metrics of the epoch's last step."""
-            if logs is not None:
-                logs.update(self._last)
+        def set_params(self, params: Any) -> None:
+            """Hand the parameters of training to the loggers."""
+            super().set_params(params)
+            self._loggers.set_params(params)
+
+        def on_train_begin(self, logs: Logs = None) -> None:
+            """Begin training in the loggers."""
+            self._loggers.on_train_begin(logs)
+
+        def on_train_end(self, logs: Logs = None) -> None:
+            """End training in the loggers."""
+            self._loggers.on_train_end(logs)
+
+        def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+            """Begin an epoch in the loggers."""
+            self._loggers.on_epoch_begin(epoch, logs)
+
+        def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+            """Begin a batch in the loggers."""
+            self._loggers.on_train_batch_begin(batch, logs)
+
+        def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+            """Hand out the metrics of the last step."""
+            self._hand_out(logs)
+            self._loggers.on_train_batch_end(batch, {**(logs or {}), **self._last})
+
+        def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+            """Hand out the metrics of the epoch's last step."""
+            history = getattr(getattr(self.model, "history", None), "history", {})
+            for name, value in self._last.items() if self._hand_out(logs) else ():
+                if name != REDUCTION:
+                    history.setdefault(name, []).append(value)
+            self._loggers.on_epoch_end(epoch, {**(logs or {}), **self._last})
+
+        def _hand_out(self, logs: Logs) -> bool:
+            if logs is not None and REDUCTION in self._last:
+                logs[REDUCTION] = self._last[REDUCTION]
+            return logs is not None
 
         def _take(self, counters: StepCounters) -> None:
             self._last = as_dictionary(counters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -248,7 +249,10 @@ def test_tensorboard_refuses_no_step() -> None:
         board.TensorBoard("unused", every=0)
 
 
-def test_keras_logs_have_the_last_step() -> None:
+def test_keras_progress_line_has_one_number_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The history and the loggers have every metric; the logs, which Keras prints, have one."""
     keras = pytest.importorskip("keras")
     callback = pytest.importorskip("horovod_topk.metrics.keras").callback
     heard: list[Any] = []
@@ -257,12 +261,22 @@ def test_keras_logs_have_the_last_step() -> None:
         def on_step(self, function: Any) -> None:
             heard.append(function)
 
-    made, logs = callback(Compression(), keras), {"loss": 1.0}
-    made.on_epoch_end(0, logs)
-    assert logs == {"loss": 1.0}
-    heard[0](STEP)
-    made.on_train_batch_end(0, logs)
-    assert logs == {"loss": 1.0, **as_dictionary(STEP)}
+    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    made = callback(Compression(), keras, loggers=[logger])
+    step = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs=None: heard[0](STEP)
+    )
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    data = np.ones((4, 2)), np.ones((4, 1))
+    history = model.fit(*data, batch_size=2, epochs=2, callbacks=[step, made], verbose=2).history
+    known = as_dictionary(STEP)
+    assert history == {"loss": history["loss"], **{name: [v, v] for name, v in known.items()}}
+    first = capsys.readouterr().out.splitlines()[1]
+    assert sorted(re.findall(r"[\w/]+(?=: )", first)) == ["comm/reduction", "loss"]
+    header, *rows = (tmp_path / "log.csv").read_text().splitlines()
+    assert {"epoch", "loss", *known} <= set(header.split(","))
+    assert len(rows) == 2
 
 
 def fetch(url: str) -> bytes:
