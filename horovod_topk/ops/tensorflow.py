@@ -23,7 +23,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from horovod_topk.kernels import native
@@ -38,6 +37,12 @@ log = logging.getLogger("horovod_topk")
 
 Tensor = Any  # tf.Tensor: TensorFlow has no annotations
 
+_NOT_FINITE = {  # integers of a dtype's size, and the bits of infinity and NaN
+    "float16": (tf.int16, 0x7C00, 0x7E00),
+    "bfloat16": (tf.int16, 0x7F80, 0x7FC0),
+    "float32": (tf.int32, 0x7F800000, 0x7FC00000),
+    "float64": (tf.int64, 0x7FF0000000000000, 0x7FF8000000000000),
+}
 _DTYPES = ("float16", "bfloat16", "float32", "float64")  # by their code in a recipe
 _WRONG = re.compile(r"TopKEF: rank (\d+), tensor (\d+)")  # error of kernels/cpu/tensorflow_ops.cpp
 _SAMPLE = 1 << 14  # elements sampled to estimate a threshold; smaller tensors need none
@@ -711,8 +716,8 @@ def _bits(number: float, dtype: tf.DType) -> Tensor:
     As a constant of a graph, the number itself would be an error for a user who has
     `tf.debugging.enable_check_numerics()`.
     """
-    kind = {2: np.int16, 4: np.int32, 8: np.int64}[dtype.size]
-    return tf.constant(np.array(number, dtype.as_numpy_dtype).view(kind))
+    kind, infinity, nan = _NOT_FINITE[dtype.name]
+    return tf.constant(nan if math.isnan(number) else infinity, kind)
 
 
 def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:
