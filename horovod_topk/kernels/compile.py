@@ -47,14 +47,15 @@ INSTRUCTIONS = {
         "-Wno-maybe-uninitialized",
     ),
 }
-KERNELS = (
+KERNELS = (  # those that take longest first, as files are compiled side by side
+    "passes_avx512.cpp",
+    "passes_avx2.cpp",
+    "passes_portable.cpp",
     "bucket.cpp",
     "tensor.cpp",
     "workers.cpp",
-    "passes_portable.cpp",
-    "passes_avx2.cpp",
-    "passes_avx512.cpp",
 )
+OPERATIONS = "tensorflow_ops.cpp"  # of a library of their own
 
 
 class CompileError(Exception):
@@ -80,8 +81,12 @@ def digest() -> str:
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
-def compile_objects(folder: Path, extra: Sequence[str] = ()) -> list[Path]:
-    """Compile the kernels to object files in `folder`, with `extra` flags as well.
+def compile_objects(
+    folder: Path, extra: Sequence[str] = (), names: Sequence[str] = KERNELS
+) -> list[Path]:
+    """Compile source files to object files in `folder`, with `extra` flags as well.
+
+    Files are compiled side by side, one on each core.
 
     Raises:
         CompileError: as `compile_libraries`.
@@ -108,8 +113,10 @@ def compile_objects(folder: Path, extra: Sequence[str] = ()) -> list[Path]:
         )
         return target
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(threads.map(compile_one, KERNELS))
+    cores = len(os.sched_getaffinity(0))
+    print(f"compiling {len(names)} files of CPU kernels on {cores} cores", file=sys.stderr)
+    with ThreadPoolExecutor(cores) as threads:
+        return list(threads.map(compile_one, names))
 
 
 def compile_libraries(target: Path = HERE) -> list[Path]:
@@ -121,12 +128,13 @@ def compile_libraries(target: Path = HERE) -> list[Path]:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        objects = [str(each) for each in compile_objects(folder)]
+        names = [*KERNELS, OPERATIONS]
+        *objects, operations = map(str, compile_objects(folder, names=names))
         kernels, tensorflow = folder / LIBRARY.name, folder / TENSORFLOW_LIBRARY.name
         link = [*compiler, "-shared", "-pthread"]
         run([*link, *objects, "-o", str(kernels), f"-Wl,-soname,{kernels.name}"])
-        operations = [str(SOURCES / "tensorflow_ops.cpp"), str(kernels), "-ldl"]
-        run([*link, *FLAGS, *operations, "-Wl,-rpath,$ORIGIN", "-o", str(tensorflow)])
+        needed = [operations, str(kernels), "-ldl", "-Wl,-rpath,$ORIGIN"]
+        run([*link, *needed, "-o", str(tensorflow)])
         return [_put(library, target) for library in (kernels, tensorflow)]
 
 
