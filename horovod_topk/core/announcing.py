@@ -181,9 +181,10 @@ class Encoder(Generic[Array]):
         assert self._plan is not None
         assert self._collective is not None
         pending, self._pending = self._pending, None
-        gathered = pending.wait()
-        if self._ops.numel(gathered) is not None:  # None: not known while a graph is built
-            self._codec.check_length(self._plan, gathered, self._collective.size)
+        gathered, ranks = pending.wait(), self._collective.size
+        expected = None, self._plan.payload_bytes * ranks  # None: not known while a graph is built
+        if self._ops.numel(gathered) not in expected:
+            raise self._codec.wrong_length(self._plan, gathered, ranks)
         rows, flags = self._codec.rows(self._plan, gathered)
         told: list[list[Announced[Array]]] = [[] for _ in self._arenas]
         for position, row in enumerate(rows):

@@ -26,7 +26,7 @@ from horovod_topk.core.momentum import correct
 from horovod_topk.core.payload import FACTS_AT, HEADER_BYTES
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas, Squares
-from horovod_topk.errors import PayloadError
+from horovod_topk.errors import PayloadError, TopKError
 from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import (
     Announced,
@@ -89,7 +89,9 @@ class PayloadCodec(Generic[Array]):
         self._encoders: dict[bytes, Fused[Array] | None] = {}  # kernels that encode, too
         self._committed: Callable[[], Any] = lambda: 0
         self._rank: Callable[[], int] = lambda: 0
-        self._facts: dict[int, bytes | Array] = {}  # by the ordinal of the bucket that states them
+        # Facts that a bucket states, and what writes them, by the bucket's ordinal.
+        self._facts: dict[int, tuple[Callable[..., None], bytes | Array]] = {}
+        self._of_rank: dict[int, bytes] = {}  # the facts by this rank's number; not in a graph
 
     def state_facts(self, ordinal: int, facts: bytes | Array) -> None:
         """Set the facts that this rank states with a bucket in the step that begins.
@@ -98,11 +100,13 @@ class PayloadCodec(Generic[Array]):
             ordinal: the plan's first bucket.
             facts: the number of `horovod_topk.core.facts` as 4 bytes, in a graph a uint8 array.
         """
-        self._facts = {ordinal: facts}
+        is_known = isinstance(facts, bytes)
+        self._facts = {ordinal: (self._ops.store_bytes if is_known else self._ops.store, facts)}
+        self._of_rank = {self._rank(): facts} if isinstance(facts, bytes) else {}
 
     def facts_for(self, bucket: BucketPlan) -> bytes | Array | None:
         """The facts that this rank states with a bucket; None: another bucket states them."""
-        return self._facts.get(bucket.ordinal)
+        return self._facts[bucket.ordinal][1] if bucket.ordinal in self._facts else None
 
     def draw_from(self, committed: Callable[[], Any], rank: Callable[[], int]) -> None:
         """Set the step and rank from which methods derive their random numbers.
@@ -315,23 +319,10 @@ class PayloadCodec(Generic[Array]):
         velocities: Velocities[Array] | None = None,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients if the kernel can."""
-        if self._most:
-            held = [self.withhold(each, gradients) for each in arenas]
-            pairs = list(zip(arenas, held, strict=True))
-            lent = [own if each is None else each.lent for own, each in pairs]
-            self._encode_shards(lent, gradients, payloads, velocities)
-            for each in filter(None, held):
-                self.keep(each)
-        else:
-            self._encode_shards(arenas, gradients, payloads, velocities)
-
-    def _encode_shards(
-        self,
-        arenas: Sequence[Arenas[Array]],
-        gradients: Sequence[Array],
-        payloads: Sequence[Array],
-        velocities: Velocities[Array] | None,
-    ) -> None:
+        held = [self.withhold(each, gradients) for each in arenas] if self._most else []
+        if held:
+            pairs = zip(arenas, held, strict=True)
+            arenas = [own if each is None else each.lent for own, each in pairs]
         known = self._encoders
         kernels: list[Any] = [
             known.get(each.plan.fingerprint) or self._encoder(each.plan) for each in arenas
@@ -350,40 +341,37 @@ class PayloadCodec(Generic[Array]):
                 self._encode_alone(each, gradients, payload)
                 if velocities is not None:
                     self.damp(each, payload, gradients, velocities)
-        self.seal([each.plan for each in arenas], payloads)
+        for withheld in filter(None, held):
+            self.keep(withheld)
+        plan = arenas[0].plan
+        is_sealed = self._given.get(plan.ordinal) is self._sealed.get(plan.fingerprint)
+        if not is_sealed:
+            self.seal([each.plan for each in arenas], payloads)
+        elif plan.ordinal in self._facts:
+            write, facts = self._facts[plan.ordinal]
+            for payload in payloads:
+                write(payload, FACTS_AT, facts)
 
     def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
         """Write this rank's facts and measures into the payloads that it has encoded."""
-        first = buckets[0]
-        is_sealed = self._given.get(first.ordinal) is self._sealed.get(first.fingerprint)
         for bucket, payload in zip(buckets, payloads, strict=True):
             self._write_facts(bucket, payload)
-            if not is_sealed and bucket.measures and bucket.ordinal in self._given:
+            if bucket.measures and bucket.ordinal in self._given:
                 self._store_measures(bucket, payload, HEADER_BYTES)
                 self._sealed[bucket.fingerprint] = self._given[bucket.ordinal]
 
-    def _own_facts(self, bucket: BucketPlan) -> dict[int, bytes]:
-        """This rank's facts, by its number: a rank that owns no shard sends no payload."""
-        stated = self._facts.get(bucket.ordinal)
-        return {self._rank(): stated} if isinstance(stated, bytes) else {}
-
     def _write_facts(self, bucket: BucketPlan, payload: Array) -> None:
-        facts = self._facts.get(bucket.ordinal)
-        if isinstance(facts, bytes):
-            self._ops.store_bytes(payload, FACTS_AT, facts)
-        elif facts is not None:
-            self._ops.store(payload, FACTS_AT, facts)
+        if bucket.ordinal in self._facts:
+            write, facts = self._facts[bucket.ordinal]
+            write(payload, FACTS_AT, facts)
 
-    def check_length(self, bucket: BucketPlan, gathered: Array, ranks: int) -> None:
-        """Refuse gathered bytes that are not one payload of a bucket from each rank.
+    def wrong_length(self, bucket: BucketPlan, gathered: Array, ranks: int) -> TopKError:
+        """The error for gathered bytes that are not one payload of a bucket from each rank.
 
-        Raises:
-            PlanMismatchError: ranks are at different ratio levels.
-            PayloadError: the bytes are no payloads.
+        It is a PlanMismatchError if ranks are at different ratio levels, and else a PayloadError.
         """
-        size, received = bucket.layout.payload_bytes // bucket.writers, self._ops.numel(gathered)
-        if received != size * ranks:
-            raise wire.wrong_length(self._ops.to_host(gathered), size, ranks, bucket.ordinal)
+        size = bucket.layout.payload_bytes // bucket.writers
+        return wire.wrong_length(self._ops.to_host(gathered), size, ranks, bucket.ordinal)
 
     def rows(
         self, bucket: BucketPlan, gathered: Array
@@ -397,10 +385,9 @@ class PayloadCodec(Generic[Array]):
             PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         width, body_at = bucket.layout.payload_bytes, bucket.layout.body_at
-        read, check = (
-            self._read(bucket, gathered),
-            partial(self._check, self.arrived, bucket, (), self._own_facts(bucket)),
-        )
+        own = self._of_rank if bucket.ordinal in self._facts else {}
+        read = self._read(bucket, gathered)
+        check = partial(self._check, self.arrived, bucket, (), own)
         flags = self._ops.validate(gathered, width, body_at, (), check, len(bucket.tensors))
         pieces = range(len(bucket.tensors))
         return [read[at].values if at in read else None for at in pieces], flags
@@ -421,12 +408,13 @@ class PayloadCodec(Generic[Array]):
             PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         writers, validate = bucket.writers, self._ops.validate
+        own = self._of_rank if bucket.ordinal in self._facts else {}
         if bucket.tensor_measures:
             self._read_told(bucket, gathered)
         width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
-            check = partial(self._check, self.arrived, bucket, (), self._own_facts(bucket))
+            check = partial(self._check, self.arrived, bucket, (), own)
             flags = validate(gathered, width, bucket.layout.body_at, (), check, tensors)
             each = flags if writers == 1 else [flags[t.gradient] for t in bucket.tensors]
             wrong = kernel.decode(gathered, scale, each, gradients)
@@ -436,7 +424,7 @@ class PayloadCodec(Generic[Array]):
         read, method = self._read(bucket, gathered), _method(bucket)
         whole = {piece.gradient for piece in bucket.tensors if piece.whole}
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
-        check = partial(self._check, self.arrived, bucket, sound, self._own_facts(bucket))
+        check = partial(self._check, self.arrived, bucket, sound, own)
         facts = [fact for _, fact in sound]
         flags = validate(gathered, width, bucket.layout.body_at, facts, check, tensors)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]

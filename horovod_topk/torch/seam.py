@@ -204,13 +204,10 @@ def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
 
 
 def _wrap_allreduce_grad_async(original: Method) -> Method:
-    @untraced
-    def of_ours(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
-        collect = self._topkef.ready(p)
-        return original(self, p) if collect is None else (collect, None)
-
     def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
-        return of_ours(self, p) if hasattr(self, "_topkef") else original(self, p)
+        state: OptimizerState | None = getattr(self, "_topkef", None)
+        collect = None if state is None else state.ready(p)
+        return original(self, p) if collect is None else (collect, None)
 
     return _allreduce_grad_async
 

@@ -25,6 +25,7 @@ from horovod_topk.torch_training.momentum import check_not_twice
 from horovod_topk.torch_training.ready import Slot, first_elements
 from horovod_topk.torch_training.scaling import Scaler
 from horovod_topk.torch_training.state import TrainingState
+from horovod_topk.torch_training.tracing import untraced
 
 log = logging.getLogger("horovod_topk")
 
@@ -94,6 +95,7 @@ class OptimizerState(TrainingState):
 
     # Methods that the patched optimizer and its hooks call.
 
+    @untraced
     def ready(self, p: Tensor) -> Callable[[], Tensor] | None:
         """Note that a parameter's gradient is ready; launch its bucket if it was the last.
 

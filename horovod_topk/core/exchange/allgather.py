@@ -144,8 +144,8 @@ class AllgatherBucket(Generic[Array]):
         ranks = self._collective.size
         if received is None:  # in a graph of an elastic job, whose number of ranks may change
             ranks = self._ops.rows(gathered, bucket.layout.payload_bytes)
-        else:
-            self._codec.check_length(bucket, gathered, ranks)
+        elif received != bucket.layout.payload_bytes * ranks:
+            raise self._codec.wrong_length(bucket, gathered, ranks)
         if bucket.reduction == "average":
             gain = gain * (1 / ranks)
         return self._codec.decode(bucket, gathered, gain, targets)

@@ -168,7 +168,7 @@ class ShardedBucket(Generic[Array]):
         arrived, arrive = scattered.wait(), self._plan.arrive[self._collective.rank]
         self._wait_for_dropped()
         try:
-            self._codec.check_length(arrive, arrived, self._collective.size)
+            self._check(arrived, arrive)
             scale = _scale(arrive, self._collective.size)
             flags = self._codec.decode(arrive, arrived, scale, self._totals)
         except TopKError:  # other ranks wait for this rank: send flags
@@ -220,7 +220,7 @@ class ShardedBucket(Generic[Array]):
         assert self._pending is not None
         pending, self._pending = self._pending, None
         gathered = pending.wait()
-        self._codec.check_length(self._plan.gather[0], gathered, self._collective.size)
+        self._check(gathered, self._plan.gather[0])
         return self._codec.decode(self._plan.result, gathered, gain, targets)
 
     def swap(self) -> None:
@@ -251,6 +251,11 @@ class ShardedBucket(Generic[Array]):
 
     def _gather(self) -> Pending[Array]:
         return self._collective.allgather(self._back, f"{self._name}.gather")
+
+    def _check(self, received: Array, each: BucketPlan) -> None:
+        ranks = self._collective.size
+        if self._ops.numel(received) != each.layout.payload_bytes * ranks:
+            raise self._codec.wrong_length(each, received, ranks)
 
     def _wait_for_dropped(self) -> None:
         """Wait for collectives that read memory which is about to be written."""
