@@ -227,8 +227,10 @@ def environment(versions: dict[str, str]) -> dict[str, Any]:
 def traffic(result: dict[str, Any]) -> str:
     """Return one clause about the bytes of a run, for its summary."""
     sent, dense = result["sent_bytes"], result["dense_bytes"]
-    if not sent:
+    if not sent and result["config"]["ranks"] == 1:
         return "nothing to exchange (one rank)"
+    if not sent:
+        return "bytes not counted: HOROVOD_TOPK_COMPRESSION has Horovod exchange the gradients"
     return f"{sent:,} bytes a step and rank ({dense / sent:.1f}x fewer than dense float32)"
 
 
