@@ -118,7 +118,8 @@ def _classes(optimizer: Any, exchanger: _Exchanger, fitted: Fitted | None) -> tu
         plain = type(optimizer.inner_optimizer)
         own = _own_class(optimizer.inner_optimizer, fitted) or plain
         names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
-        inner = type(plain.__name__, (_InOneReplica, own), names)
+        of_inner = (own,) if issubclass(own, _InOneReplica) else (_InOneReplica, own)
+        inner = type(plain.__name__, of_inner, names)
         if fitted is not None and fitted.taken is not None:
             bases = (_ExchangesScaled, SavesSlots, base)
     else:
