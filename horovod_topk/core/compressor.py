@@ -30,7 +30,6 @@ from horovod_topk.core.residual import Arenas, ResidualRegistry, Squares
 from horovod_topk.core.rounds import Whole, is_shared, state_names, state_plan
 from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY
-from horovod_topk.core.stats import Sample
 from horovod_topk.core.step import Step, Storage
 from horovod_topk.core.timing import StepTimer
 from horovod_topk.errors import TopKError
@@ -40,6 +39,7 @@ Array = TypeVar("Array")
 
 SAMPLED = 256  # one step in so many sums up squares, which takes passes over memory
 WATCHED = 128  # the same, if the guard has the rule `residual`
+NARROW = 16  # the same, if values that are sent may saturate
 
 
 class Compressor(State[Array]):
@@ -93,6 +93,7 @@ class Compressor(State[Array]):
         self._ended: float | None = None  # end of the previous step, by `time.perf_counter`
         guard = plan.config.guard
         self._sampled = WATCHED if guard is not None and guard.residual is not None else SAMPLED
+        self._sampled = NARROW if self.saturates else self._sampled
         self._level = plan.config.ratio, True, exchange
         self._place = self.place  # that the buckets' exchanges are built for
         self.step = self._new_step()
@@ -237,8 +238,8 @@ class Compressor(State[Array]):
             return
         gradient, left, *rest = self._numbers_of(self._sums)
         whole = rest[0] if rest else 0.0
-        self.sample, self._sums = Sample.of(Squares(gradient, whole, left)), None
-        self.guard.sample((self.sample.residual_norm_ratio or 0.0) * self._largest_decay())
+        self._sums = None
+        self.take_sample(Squares(gradient, whole, left), self._largest_decay())
 
     def _largest_decay(self) -> float:
         """Largest ratio over tensors of the learning rate to its largest value so far."""

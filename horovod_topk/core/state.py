@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from horovod_topk.core.measures import VERDICT, Rows, all_measures
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
+from horovod_topk.core.residual import Squares
 from horovod_topk.core.schedule import DENSE, Clock, Counter, HostCounter, Schedule
 from horovod_topk.core.state_dict import (
     ASKED,
@@ -53,7 +55,7 @@ from horovod_topk.core.state_dict import (
     steps_of,
     without,
 )
-from horovod_topk.core.stats import Stats
+from horovod_topk.core.stats import Sample, Stats
 from horovod_topk.errors import StateDictError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
@@ -61,6 +63,7 @@ from horovod_topk.ops import Ops
 log = logging.getLogger("horovod_topk")
 
 Array = TypeVar("Array")
+FLOAT16 = 65504.0  # its largest number
 _NOTHING: Mapping[str, Any] = {RESIDUALS: {}}  # a part of a state dict without arrays
 _OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # entries of a state dict, by tensor name
 _KEPT_BY_A_RANK = {RESIDUALS, OWNED, VELOCITY}  # parts that may differ from rank to rank
@@ -98,6 +101,7 @@ class State(Counting[Array]):
         # Whether ranks compare facts: one that joins an elastic job alone has others.
         self.states_facts = not elastic()
         self._left_out = facts.START  # digest of the tensors that commits have left out
+        self._saturated: tuple[str, ...] = ()  # the warning of `take_sample`, once it is given
         self._waiting: dict[str, Any] = {}  # state dict of tensors that are not known yet
         self._shared: Mapping[str, Any] = {}  # the same, of `take_shared`
 
@@ -169,12 +173,38 @@ class State(Counting[Array]):
         verdicts = () if measures is None else measures.get(VERDICT, ())
         return self.guard.end(self.ended + 1, verdicts=verdicts, **ending)
 
+    @property
+    def saturates(self) -> bool:
+        """Whether values that are sent may be cut off: float16 holds 65,504 at most."""
+        return getattr(self.config, "values", None) == "float16"
+
+    def take_sample(self, squares: Squares, decay: float) -> None:
+        """Note the sums of squares of a committed step; the guard judges them.
+
+        Warns once if elements of the residual may be too large for float16: their norm is.
+
+        Args:
+            squares: sums over all tensors, on the host.
+            decay: largest ratio over tensors of the learning rate to its largest value so far.
+        """
+        self.sample = Sample.of(squares)
+        self.guard.sample((self.sample.residual_norm_ratio or 0.0) * decay)
+        norm = math.sqrt(max(squares.left, 0.0))
+        if self.saturates and not self._saturated and norm > FLOAT16:
+            text = (
+                f"values='float16' sends at most {FLOAT16:,.0f} of an element in a step, and the "
+                f"residual's norm is {norm:.3g}: large gradients may be sent in part for ever. "
+                "Pass values='bfloat16', which has as many bits, or scale the loss down"
+            )
+            log.warning("TopKEF: %s", text)
+            self._saturated = (text,)
+
     def stats(self) -> Stats:
         """Totals and norms so far, and what the guard did. Waits for the device."""
         guard, stats = self.guard, super().stats()
         return replace(
             stats,
-            warnings=guard.warnings,
+            warnings=(*self._saturated, *guard.warnings),
             fallbacks=guard.fallbacks,
             step_factor=self._step_factor(),
         )

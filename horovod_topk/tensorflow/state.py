@@ -18,7 +18,6 @@ from horovod_topk.core.base_compressor import check_elastic, check_steps_kept, e
 from horovod_topk.core.measures import HOST
 from horovod_topk.core.residual import Squares
 from horovod_topk.core.state_dict import VARIABLES, renamed
-from horovod_topk.core.stats import Sample
 from horovod_topk.core.timing import Seconds
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
@@ -262,8 +261,7 @@ class OptimizerState(Attached[VariableState]):
         if squares[0] >= 0.0:
             *sums, decay = map(float, squares)
             state.last_squares = Squares(*sums)
-            state.sample = Sample.of(state.last_squares)
-            state.guard.sample((state.sample.residual_norm_ratio or 0.0) * decay)
+            state.take_sample(state.last_squares, decay)
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]

@@ -231,3 +231,14 @@ def test_a_state_of_other_units_or_shapes_is_refused() -> None:
         turned.load_state_dict(noted)
     with pytest.raises(StateDictError, match=r"reduced to their average, these .* to their sum"):
         summed.load_state_dict(noted)
+
+
+@pytest.mark.parametrize(("values", "warns"), [("float16", True), ("bfloat16", False)])
+def test_gradients_that_float16_cannot_hold_are_a_warning(values: str, warns: bool) -> None:
+    job = World(make_plan([A], TopK(ratio=0.1, min_numel=0, values=values)), 2, NUMPY)
+    for step in range(18):  # one step in 16 is sampled, and read in the next
+        job.step([{"a": 1e6 * one["a"]} for one in some_gradients(step)])
+    warnings = job.ranks[0].stats().warnings
+    assert [each.startswith("values='float16' sends at most 65,504") for each in warnings] == (
+        [True] if warns else []
+    )
