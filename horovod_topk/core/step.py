@@ -440,8 +440,9 @@ class Step(Generic[Array]):
 def largest_sent(plan: BucketPlan, exchange: Exchange[Any]) -> dict[str, tuple[float, float]]:
     """The largest magnitudes that ranks and owners send of float16 gradients: `PayloadCodec.limit`.
 
-    So exchanged gradients are finite, and so is the optimizer's momentum of what has waited. Empty:
-    there is no limit, as no gradient is float16, or no residual keeps the rest.
+    So exchanged gradients are finite where those of dense training are, and so is the optimizer's
+    momentum of what has waited. A rank's own gradient is sent whole. Empty: there is no limit, as
+    no gradient is float16, or no residual keeps the rest.
     """
     if not plan.config.error_feedback or all(t.spec.dtype != "float16" for t in plan.tensors):
         return {}
@@ -451,6 +452,6 @@ def largest_sent(plan: BucketPlan, exchange: Exchange[Any]) -> dict[str, tuple[f
     scales = {"direct": ranks, "gather": 1, "sums": max(1, len(nodes))}  # payloads added up
     found = {}
     for leg, count in scales.items():
-        alone = most * (ranks if is_mean and leg != "gather" else 1) / count
-        found[leg] = alone / WAITED, alone
+        share = most * (ranks if is_mean and leg != "gather" else 1) / count
+        found[leg] = share / WAITED, most if leg == "direct" else share
     return found

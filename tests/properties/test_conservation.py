@@ -182,10 +182,9 @@ def assert_finite_and_conserved(backend: Backend, reduction: str, method: Any) -
         state = rank.state_dict()
         waited = (random.choice([-1, 1], 1200) * random.uniform(0, 3e5, 1200)).astype("f4")
         kept = state if "w" in state["residuals"] else state.get("owned", {"residuals": {}})
-        if "w" not in kept["residuals"]:  # this rank owns no shard
-            continue
-        waited = waited[: backend.ops.numel(kept["residuals"]["w"])]
-        kept["residuals"] |= {"w": backend.array(waited, "float32")}
+        if "w" in kept["residuals"]:  # else this rank owns no shard
+            waited = waited[: backend.ops.numel(kept["residuals"]["w"])]
+            kept["residuals"] |= {"w": backend.array(waited, "float32")}
         rank.load_state_dict(state)
     applied, given = np.zeros(1200), np.zeros(1200)
     before = waiting(world)
@@ -223,9 +222,10 @@ def test_what_is_not_finite_in_float16_still_flags(
     backend: Backend, value: float, exchange: str
 ) -> None:
     world = World(make_plan(HALVES, TopK(0.1, min_numel=0, exchange=exchange)), 2, backend)
-    state = world.ranks[0].state_dict()
-    state["residuals"] |= {"w": backend.array(np.full(1200, 1e5, "f4"), "float32")}
-    world.ranks[0].load_state_dict(state)
+    for rank, waited in zip(world.ranks, (1e5, 0.0), strict=True):
+        state = rank.state_dict()
+        state["residuals"] |= {"w": backend.array(np.full(1200, waited, "f4"), "float32")}
+        rank.load_state_dict(state)
     before = world.residuals()
     bad = np.full((40, 30), 2000.0, "f2")
     bad[3, 4] = value

@@ -57,7 +57,7 @@ def test_equal_to_optimizers_of_one_ratio_each(exchange: str) -> None:
 
 
 @pytest.mark.horovod
-def test_collectives_say_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_have_one_name_at_all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     task = SETUP.task()
     optimizer = SETUP.distributed(task, TopKEF(**WARM))
     recording, seen = record(monkeypatch), []
@@ -65,9 +65,7 @@ def test_collectives_say_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
         training.ordinary(task, optimizer, step)
         (name,), (size,) = recording.take()
         seen.append((name, size))
-    assert [("-0.5." in name, "-0.2." in name) for name, _ in seen] == [
-        (ratio == 0.5, ratio == 0.2) for ratio in RATIOS
-    ]
+    assert len({name for name, _ in seen}) == 1
     assert len(set(seen)) == 3
     assert seen[0][1] > seen[2][1] > seen[4][1]
 

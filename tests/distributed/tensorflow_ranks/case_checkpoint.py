@@ -27,6 +27,7 @@ def resumed(folder: Path, first: TopKEF, second: TopKEF, *, stepped: bool) -> tu
     for step in range(3):
         model.exchange(first, gradients(step))
     checkpoint.save(folder, first)
+    hvd.allgather_object("saved", name="saved")
     if stepped:
         other.exchange(second, gradients(9))
     checkpoint.load(folder, second)
