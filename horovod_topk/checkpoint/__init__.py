@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -33,6 +34,8 @@ from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core.base_compressor import ALONE, BaseCompressor, State
 from horovod_topk.core.state_dict import COMMITTED, owner_of, renamed
 from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
+
+PATIENCE = 3.0  # seconds that `load` waits for the files of other ranks
 
 log = logging.getLogger("horovod_topk")
 
@@ -267,6 +270,7 @@ def _newest(folder: Path, name: str, *, strict: bool = True) -> list[Path]:
         CheckpointError: there is no such checkpoint.
     """
     try:
+        _wait_for_all(folder, name)
         return _newest_in(folder, name, strict=strict)[1]
     except CheckpointError:
         within = list[tuple[int, list[Path]]]()
@@ -280,6 +284,18 @@ def _newest(folder: Path, name: str, *, strict: bool = True) -> list[Path]:
         steps, paths = max(within, key=lambda each: each[0])
         log.warning("TopKEF loads %s, of step %d, the newest whole one", paths[0].parent, steps)
         return paths
+
+
+def _wait_for_all(folder: Path, name: str) -> None:
+    """Wait for files that other ranks still write, or that a shared folder does not show yet."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        found = _found(folder, name)
+        ranks, steps = max(found, key=lambda key: key[1], default=(0, 0))
+        here = {*found.get((ranks, steps), ()), *found.get((ranks, -1), ())}
+        if len(here) == ranks:
+            return
+        time.sleep(PATIENCE / 30)
 
 
 def _newest_in(folder: Path, name: str, *, strict: bool) -> tuple[int, list[Path]]:

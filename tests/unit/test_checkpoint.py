@@ -680,3 +680,22 @@ def test_numbers_that_a_state_cannot_have_are_refused(wrong: dict[str, Any]) -> 
     world = trained(NUMPY, "allgather", steps=0)
     with pytest.raises(StateDictError):
         world.ranks[0].load_state_dict({**world.ranks[0].state_dict(), **wrong})
+
+
+def test_a_rank_waits_for_files_that_others_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks save without a barrier, and a shared folder may show a file late."""
+    job = trained(TORCH, "allgather")
+    *_, last = saved = save(job, tmp_path)
+    late = last.rename(tmp_path / "late")
+    looks = iter(range(3))
+
+    def sleep(_: float) -> None:
+        if next(looks) == 2:
+            late.rename(last)
+
+    monkeypatch.setattr(checkpoint, "PATIENCE", 60.0)
+    monkeypatch.setattr("horovod_topk.checkpoint.time.sleep", sleep)
+    checkpoint.load(tmp_path, ranks(trained(TORCH, "allgather"))[0])
+    assert next(looks, None) is None and all(path.exists() for path in saved)
