@@ -315,7 +315,7 @@ class Compressor(State[Array]):
         if self._refused is not None and self._refused[0] == sends:
             raise self._refused[1]  # for another bucket of the same backward
         try:
-            said = meets.meet(facts, f"{self.name}.meeting")
+            said = meets.meet(facts, f"{self.name}.meeting", patient=True)
             if len({*said}) > 1:
                 numbers = [int.from_bytes(each, "little") for each in said]
                 raise mismatch(dict(enumerate(numbers)))

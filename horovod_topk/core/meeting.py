@@ -2,7 +2,9 @@
 
 Ranks meet when an optimizer is built, whatever its compression, and before the next exchange of a
 rank that has changed something which changes what it sends. A rank that no other one comes to meet
-raises an error at the limit, instead of waiting for ever.
+raises an error at the limit, instead of waiting for ever. Within a step the limit is that of any
+collective, since a rank may be slow; where ranks see that others wait for another collective, they
+raise at once.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ log = logging.getLogger("horovod_topk")
 
 VARIABLE = "HOROVOD_TOPK_MEETING_SECONDS"
 LIMIT = 60.0  # seconds
+IN_A_STEP = 1800.0  # the same, where ranks meet within a step: PyTorch's limit of a collective
 SAID = 10.0  # seconds after which a waiting rank says so in the log
 _PAUSE, _LONGEST = 1e-4, 1e-2  # seconds between two looks
 CURE = (
-    "Do on every rank what one rank does: build the optimizer, attach() the compressor, and call "
-    f"set_ratio() and load_state_dict() between the same two steps. {VARIABLE} sets the limit"
+    "Do on every rank what one rank does: build or compile the optimizer, attach() the compressor, "
+    "freeze layers, and call set_ratio() and load_state_dict() between the same two steps. "
+    f"{VARIABLE} sets the limit"
 )
 
 
@@ -37,8 +41,10 @@ class Meets(Protocol):
         """Whether collectives are matched by their order, and so have to be of equal sizes."""
         ...
 
-    def meet(self, data: bytes, name: str) -> list[bytes]:
+    def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """Gather host bytes of equal length from every rank. A collective.
+
+        patient: wait as long as in a step, for ranks that may still be evaluating, say.
 
         Raises:
             MissingRanksError: a rank did not come within the limit.
@@ -71,6 +77,8 @@ def wait_until(
     name: str,
     rank: int,
     missing: Callable[[], Sequence[int]] = lambda: (),
+    *,
+    patient: bool = False,
 ) -> None:
     """Wait until a meeting is over; say so in the log if that takes long.
 
@@ -79,11 +87,13 @@ def wait_until(
         name: the meeting's name.
         rank: this rank.
         missing: returns the ranks that have not come; empty: they are not known.
+        patient: see `Meets.meet`.
 
     Raises:
         MissingRanksError: it is not over at the limit.
     """
-    began, seconds, pause, is_said = time.monotonic(), limit(), _PAUSE, False
+    seconds = max(limit(), IN_A_STEP) if patient else limit()
+    began, pause, is_said = time.monotonic(), _PAUSE, False
     while not done():
         waited = time.monotonic() - began
         if waited > seconds:

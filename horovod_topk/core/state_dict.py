@@ -192,9 +192,10 @@ def _check_tensor(
             tensor=name,
             cure="Load the state into the model it was saved from, or call reset()",
         )
-    if list(state["shapes"][name]) != expected:
+    shape = state["shapes"][name]
+    if not isinstance(shape, list | tuple) or list(shape) != expected:
         raise StateDictError(
-            f"the state dict's shape is {list(state['shapes'][name])}, the gradient's {expected}",
+            f"the state dict's shape is {shape}, the gradient's {expected}",
             tensor=name,
             cure="Load the state into the model it was saved from, or call reset()",
         )

@@ -70,9 +70,10 @@ def _residual(stats: Stats) -> str:
     ratio = stats.residual_norm_ratio
     if ratio is None and stats.gradient_norm:
         ratio = stats.residual_norm / stats.gradient_norm
-    norms = f"norms {stats.residual_norm:.3g} and {stats.gradient_norm:.3g}"
+    norms = f"of the last step: norms {stats.residual_norm:.3g} and {stats.gradient_norm:.3g}"
     owned = f"; owner's residual {stats.owned_norm:.3g}" if stats.owned_norm else ""
-    shown = "no gradient yet" if ratio is None else f"{ratio:.3g} times the gradient"
+    when = "" if stats.residual_norm_ratio is None else " in the last sampled step"
+    shown = "no gradient yet" if ratio is None else f"{ratio:.3g} times the gradient{when}"
     return f"{shown} ({norms}){owned}"
 
 

@@ -77,7 +77,8 @@ class NumpyOps(WithoutKernels, FactorVerbs):
     ) -> tuple[Array, Array] | None:
         g = gradient.reshape(-1).astype(residual.dtype)
         total = residual + g
-        limit = np.where(residual == 0, alone, most).astype(residual.dtype)
+        waited = np.minimum(np.maximum(np.abs(g), most), alone)
+        limit = np.where(residual == 0, alone, waited).astype(residual.dtype)
         edge, is_over = np.copysign(limit, total), np.abs(total) > limit
         with np.errstate(invalid="ignore"):  # infinities
             kept = np.where(is_over, edge - g, residual)

@@ -232,8 +232,8 @@ class Ops(Protocol[Array]):
         Args:
             residual: flat.
             gradient: of any shape.
-            most: the limit where the residual is not 0.
-            alone: the limit where it is 0.
+            most: the limit where the residual is not 0, if the gradient is not larger than that.
+            alone: the limit where it is 0, and of larger gradients.
 
         Returns:
             A residual whose sum with the gradient has the limit as its magnitude there, and what is

@@ -244,8 +244,9 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
     ) -> tuple[Array, Array] | None:
         g = tf.cast(_flat(gradient), residual.dtype)
         total = residual.value + g
-        limits = _scalar(alone, total.dtype), _scalar(most, total.dtype)
-        limit = tf.where(tf.equal(residual.value, 0), *limits)
+        largest = _scalar(alone, total.dtype)
+        waited = tf.minimum(tf.maximum(tf.abs(g), _scalar(most, total.dtype)), largest)
+        limit = tf.where(tf.equal(residual.value, 0), largest, waited)
         edge, is_over = tf.where(total < 0, -limit, limit), tf.abs(total) > limit
         rest = tf.where(is_over, total - edge, _scalar(-0.0, total.dtype))
         return Buffer(tf.where(is_over, edge - g, residual.value)), Buffer(rest)

@@ -125,7 +125,8 @@ class TorchOps(FactorVerbs):
     ) -> tuple[Tensor, Tensor] | None:
         g = gradient.reshape(-1).to(residual.dtype)
         total = residual + g
-        limit = torch.where(residual == 0, torch.full_like(total, alone), most)
+        waited = g.abs().clamp_(min=most, max=alone)
+        limit = torch.where(residual == 0, torch.full_like(total, alone), waited)
         is_over = total.abs() > limit
         if total.device.type == "cpu" and not is_over.any():
             return None

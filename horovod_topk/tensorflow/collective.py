@@ -90,7 +90,7 @@ class HorovodCollective:
 
     in_order = False  # `Meets.in_order`: collectives are matched by name
 
-    def meet(self, data: bytes, name: str) -> list[bytes]:
+    def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """`Meets.meet`: by an allgather in a thread, as a call of TensorFlow blocks.
 
         The thread runs eagerly, also while this one builds a graph.
@@ -107,7 +107,7 @@ class HorovodCollective:
 
         thread = threading.Thread(target=gather, daemon=True)
         thread.start()
-        wait_until(lambda: not thread.is_alive(), name, self.rank)
+        wait_until(lambda: not thread.is_alive(), name, self.rank, patient=patient)
         self.timer.begin()  # drop tensors of that function's graph
         if isinstance(found[0], Exception):
             raise found[0]

@@ -69,7 +69,7 @@ class OptimizerState(Attached[VariableState]):
         self._known = {VARIABLES: names, "shapes": shapes_of(names, variables)}
         self._name_of = {id(unwrap(v)): name for v, name in zip(variables, names, strict=True)}
         self._functions: dict[tuple[str, Branch, int], Callable[..., list[Any]]] = {}
-        self._traced: dict[tuple[str, bool], CachedPlan] = {}  # plans of the traced graphs
+        self._traced: dict[tuple[str, Branch], CachedPlan] = {}  # plans of the traced graphs
         self._raised: Exception | None = None  # error of the last step
         self._ended: float | None = None  # end of the last step, by `time.perf_counter`
         self.created = next(_COUNT)
@@ -225,7 +225,7 @@ class OptimizerState(Attached[VariableState]):
                 cached, gradients, self._state, due, rate, squares, plain=branch.plain
             )
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
-            this, key = weakref.ref(self), (cached.name, branch.corrects)
+            this, key = weakref.ref(self), (cached.name, branch)
             self._traced[key] = cached
 
             def count(flags: Any, sums: Any, seconds: Any) -> tuple[int, int, list[float]]:

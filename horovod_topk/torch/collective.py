@@ -39,13 +39,13 @@ def rest_until_done(handle: int) -> None:
         pause = min(_LONGER * pause, _LONGEST)
 
 
-def wait_within_limit(handle: int, name: str, rank: int) -> Any:
+def wait_within_limit(handle: int, name: str, rank: int, *, patient: bool) -> Any:
     """Wait for the collective of a meeting and return its result.
 
     Raises:
         MissingRanksError: a rank did not start it within the limit.
     """
-    wait_until(lambda: bool(hvd.poll(handle)), name, rank)
+    wait_until(lambda: bool(hvd.poll(handle)), name, rank, patient=patient)
     return hvd.synchronize(handle)
 
 
@@ -135,11 +135,11 @@ class HorovodCollective:
 
     in_order = False  # `Meets.in_order`: collectives are matched by name
 
-    def meet(self, data: bytes, name: str) -> list[bytes]:
+    def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """`Meets.meet`: by an allgather."""
         array = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         handle = hvd.allgather_async(array, name=name, process_set=self._process_set)
-        gathered: Tensor = wait_within_limit(handle, name, self.rank)
+        gathered: Tensor = wait_within_limit(handle, name, self.rank, patient=patient)
         return in_rows(bytes(gathered.tolist()), len(data), self.size, self.rank)
 
     def alltoall(self, payloads: Tensor, name: str) -> _Handle:

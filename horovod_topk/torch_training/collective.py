@@ -57,14 +57,20 @@ class GroupCollective:
         group: the process group.
         timer: counts the seconds that this process waits for collectives; None: nobody reads
             them. With NCCL the device waits, and the count stays near 0.
+        within: the meetings of the process group that this one is a part of; None: of no other.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timer: StepTimer | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timer: StepTimer | None = None,
+        within: Meeting | None = None,
+    ) -> None:
         self._group, self.timer = group, timer or StepTimer()
         self._ranks: list[int] = dist.get_process_group_ranks(group)  # in the default group
         backends = dist.get_backend_config(group).split(",")  # cpu:gloo,cuda:nccl
         self._devices = {each.split(":")[0] for each in backends}
-        self._meeting = Meeting.of(group)
+        self._meeting = within or Meeting.of(group)
 
     @property
     def rank(self) -> int:
@@ -83,10 +89,10 @@ class GroupCollective:
 
     in_order = True  # `Meets.in_order`
 
-    def meet(self, data: bytes, name: str) -> list[bytes]:
+    def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """`Meets.meet`."""
         if self._meeting is not None:
-            return self._meeting.meet(data, name)
+            return self._meeting.meet(data, name, patient=patient)
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         gathered = self.allgather(sent, name).wait()
         return in_rows(bytes(gathered.tolist()), len(data), self.size, self.rank)
@@ -149,7 +155,9 @@ class GroupCollective:
             group = None
             if is_member or not alone:  # use_local_synchronization: only members call new_group
                 group = dist.new_group(ranks, backend=backend, use_local_synchronization=alone)
-            made.append(GroupCollective(group, self.timer) if is_member and group else None)
+            part = group if is_member else None
+            own = None if part is None else GroupCollective(part, self.timer, self._meeting)
+            made.append(own)
         return made
 
     @property

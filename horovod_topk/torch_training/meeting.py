@@ -40,10 +40,10 @@ class Meeting:
         """The meetings of a process group; None: its backend has no store, such as MPI."""
         return None if _get_process_group_store(group) is None else cls(group)
 
-    def meet(self, data: bytes, name: str) -> list[bytes]:
+    def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """`Meets.meet`."""
         self._post(_CAME + data)
-        wait_until(lambda: not self._missing(), name, self._rank, self._missing)
+        wait_until(lambda: not self._missing(), name, self._rank, self._missing, patient=patient)
         said = list(map(self._said, self._ranks))
         _MET[self._group] = self._met + 1
         elsewhere = [rank for rank in self._ranks if not said[rank].startswith(_CAME)]

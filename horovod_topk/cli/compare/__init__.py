@@ -60,7 +60,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="COMPRESSOR",
         help="such as 'TopKEF(ratio=0.01)' or 'mine=TopKEF(values=\"int8\")'; dense float32 and "
-        "fp16 of Horovod are always compared",
+        "fp16 of Horovod are always compared (default: TopKEF())",
     )
     add(
         "--seeds",
@@ -147,7 +147,8 @@ def settings_of(args: argparse.Namespace) -> list[Settings]:
     asked = {**asked, **seeds}
     if args.script.suffix == ".toml":
         return [checked(replace(each, **asked)) for each in of_file(args.script)]
-    return [checked(Settings(**{"script": args.script, "compressors": {}, **asked}))]
+    usual = {"script": args.script, "compressors": named(["TopKEF()"])}
+    return [checked(Settings(**{**usual, **asked}))]
 
 
 def _seeds(given: list[int]) -> tuple[int, ...]:
