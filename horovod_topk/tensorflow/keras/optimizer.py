@@ -99,7 +99,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     )
     if fitted is not None and why_inactive(process_set) is None:
         plain = getattr(optimizer, "inner_optimizer", optimizer)
-        own = _own_class(plain, fitted) or type(plain)
+        is_taken = fitted.taken is not None  # then making the class warns of what was loaded
+        own = type(plain) if is_taken else _own_class(plain, fitted) or type(plain)
         check_bears_zeros(lambda: blank(plain, own), type(plain).__name__, fitted.config)
     cls, inner = _classes(optimizer, _Exchanger(exchange, name, process_set), fitted)
     distributed = copied(optimizer, cls, inner)
