@@ -113,9 +113,9 @@ def test_results_of_something_else_are_refused_before_anything_is_measured(tmp_p
     """A picture shows one model: not one more line after minutes of measurement."""
     shapes, earlier = tmp_path / "shapes.json", tmp_path / "earlier.json"
     shapes.write_text(json.dumps(SHAPES))
-    lacks = dict.fromkeys(("elements", "tensors", "hosts", "idle parameters", "rate", "counter"))
-    others = {"model": "resnet18", "ranks": 2, "compute": None, "methods": [], "machine": {}}
-    earlier.write_text(json.dumps(lacks | others))
+    numbers = {"elements": 10, "tensors": 1, "hosts": 1, "rate": None, "counter": "loopback"}
+    others = {"model": "resnet18", "ranks": 2, "compute": None, "idle parameters": False}
+    earlier.write_text(json.dumps({**numbers, **others, "methods": [], "machine": {}}))
     command = [*HOROVODRUN, "-np", "2", "--gloo", sys.executable, "-m", "horovod_topk.cli"]
     command += ["bench", "--model", str(shapes), "--beside", str(earlier)]
     launch = run([*command, "--picture", str(tmp_path / "out.png")], tmp_path, LIMIT, {})
