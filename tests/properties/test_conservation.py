@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracle.backends import TENSORFLOW, TORCH, Backend, each_backend
 from oracle.examples import examples
-from oracle.jobs import gradient, jobs, steps
+from oracle.jobs import gradient, jobs, steps, within_float16
 from oracle.world import World, same_bits
 
 from horovod_topk.core.plan import TensorSpec, make_plan
@@ -124,7 +124,7 @@ def test_the_largest_magnitudes_are_sent_and_ties_go_to_the_lower_index(
 ) -> None:
     job = data.draw(jobs(ranks=ALONE, values=["float32"], exchanges=GATHERED))
     world = World(job.plan, 1, backend)
-    for gradients in data.draw(steps(job, 2)):
+    for gradients in map(within_float16, data.draw(steps(job, 2))):
         owed = _owed(world, gradients[0])
         world.step(gradients)
         for tensor in job.plan.tensors():

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from oracle import wire
 from oracle.backends import NUMPY, TORCH, Backend, each_backend
 from oracle.examples import examples
-from oracle.jobs import NONFINITE, Job, jobs, steps
+from oracle.jobs import NONFINITE, Job, jobs, steps, within_float16
 from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.methods.topk import Entries
@@ -81,7 +81,7 @@ def test_ratio_one_is_the_dense_mean(backend: Backend, data: st.DataObject) -> N
     """Two ranks: exactly, and there is nothing left to owe."""
     job = data.draw(jobs(ranks=st.just(2), values=["float32"], ratios=[1.0], gather_ratios=[None]))
     world = World(job.plan, 2, backend)
-    for gradients in data.draw(steps(job, 2)):
+    for gradients in map(within_float16, data.draw(steps(job, 2))):
         exchanged = world.step(gradients)
         for spec in job.specs:
             assert np.array_equal(exchanged[0][spec.name], _dense(job, gradients, spec.name))
