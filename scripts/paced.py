@@ -28,12 +28,12 @@ from horovod_topk.torch import TopKEF
 
 
 def pause(octets: float, rate: float) -> float:
-    """Seconds that some bytes take on a link of a rate in bit/s."""
+    """Return the seconds that bytes take on a link; `rate` is in bit/s."""
     return 8 * octets / rate
 
 
 class Link:
-    """The link of this rank: what its optimizer sends, it waits for."""
+    """Makes a rank wait as long as the bytes of its optimizer would take on a slow link."""
 
     def __init__(self, optimizer: Any, rate: float) -> None:
         self.rate = rate

@@ -46,7 +46,7 @@ Array = TypeVar("Array")
 
 @dataclass(frozen=True)
 class Withheld(Generic[Array]):
-    """What a bucket does not send in a step, since float16 gradients could not hold it."""
+    """The part of a bucket's residuals that a step does not send, as float16 cannot hold it."""
 
     arenas: Arenas[Array]
     residual: Array  # what the bucket is encoded with in place of its residual
@@ -54,7 +54,7 @@ class Withheld(Generic[Array]):
 
     @property
     def lent(self) -> Arenas[Array]:
-        """The same arenas, with the other residual."""
+        """The bucket's arenas, with the residual that may be sent in this step."""
         return Arenas(self.arenas.plan, self.residual, self.arenas.candidate)
 
 
@@ -91,7 +91,8 @@ class PayloadCodec(Generic[Array]):
         self._rank: Callable[[], int] = lambda: 0
         # Facts that a bucket states, and what writes them, by the bucket's ordinal.
         self._facts: dict[int, tuple[Callable[..., None], bytes | Array]] = {}
-        self._of_rank: dict[int, bytes] = {}  # the facts by this rank's number; not in a graph
+        # The same facts by this rank's number, by the bucket's ordinal; a graph does not know them.
+        self._own_facts: dict[int, dict[int, bytes]] = {}
 
     def state_facts(self, ordinal: int, facts: bytes | Array) -> None:
         """Set the facts that this rank states with a bucket in the step that begins.
@@ -100,9 +101,11 @@ class PayloadCodec(Generic[Array]):
             ordinal: the plan's first bucket.
             facts: the number of `horovod_topk.core.facts` as 4 bytes, in a graph a uint8 array.
         """
-        is_known = isinstance(facts, bytes)
-        self._facts = {ordinal: (self._ops.store_bytes if is_known else self._ops.store, facts)}
-        self._of_rank = {self._rank(): facts} if isinstance(facts, bytes) else {}
+        if isinstance(facts, bytes):
+            self._facts = {ordinal: (self._ops.store_bytes, facts)}
+            self._own_facts = {ordinal: {self._rank(): facts}}
+        else:
+            self._facts = {ordinal: (self._ops.store, facts)}
 
     def facts_for(self, bucket: BucketPlan) -> bytes | Array | None:
         """The facts that this rank states with a bucket; None: another bucket states them."""
@@ -348,9 +351,9 @@ class PayloadCodec(Generic[Array]):
         if not is_sealed:
             self.seal([each.plan for each in arenas], payloads)
         elif plan.ordinal in self._facts:
-            write, facts = self._facts[plan.ordinal]
+            write, stated = self._facts[plan.ordinal]
             for payload in payloads:
-                write(payload, FACTS_AT, facts)
+                write(payload, FACTS_AT, stated)
 
     def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
         """Write this rank's facts and measures into the payloads that it has encoded."""
@@ -362,8 +365,8 @@ class PayloadCodec(Generic[Array]):
 
     def _write_facts(self, bucket: BucketPlan, payload: Array) -> None:
         if bucket.ordinal in self._facts:
-            write, facts = self._facts[bucket.ordinal]
-            write(payload, FACTS_AT, facts)
+            write, stated = self._facts[bucket.ordinal]
+            write(payload, FACTS_AT, stated)
 
     def wrong_length(self, bucket: BucketPlan, gathered: Array, ranks: int) -> TopKError:
         """The error for gathered bytes that are not one payload of a bucket from each rank.
@@ -385,7 +388,7 @@ class PayloadCodec(Generic[Array]):
             PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         width, body_at = bucket.layout.payload_bytes, bucket.layout.body_at
-        own = self._of_rank if bucket.ordinal in self._facts else {}
+        own = self._own_facts.get(bucket.ordinal, {})
         read = self._read(bucket, gathered)
         check = partial(self._check, self.arrived, bucket, (), own)
         flags = self._ops.validate(gathered, width, body_at, (), check, len(bucket.tensors))
@@ -408,7 +411,7 @@ class PayloadCodec(Generic[Array]):
             PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         writers, validate = bucket.writers, self._ops.validate
-        own = self._of_rank if bucket.ordinal in self._facts else {}
+        own = self._own_facts.get(bucket.ordinal, {})
         if bucket.tensor_measures:
             self._read_told(bucket, gathered)
         width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers

@@ -289,16 +289,19 @@ class Compressor(State[Array]):
         self.timer.begin()
 
     def _put_back(self, counts: Collection[str] = ()) -> None:
-        """Put the residuals of frozen tensors back; `counts`: tensors whose step counts."""
+        """Restore the residuals of frozen tensors, which a step has set aside.
+
+        counts: names of the tensors whose part of the step is committed.
+        """
         for arenas in self._sent_arenas():
             if arenas.aside:
                 arenas.put_back(counts, self._ops)
 
     @property
     def _sends(self) -> tuple[object, ...]:
-        """What has to be equal on all ranks before any of them sends, or collectives do not match.
+        """Settings of the next step that have to be equal on all ranks before any rank sends.
 
-        Other differences are found in payloads.
+        Collectives would not match otherwise. Other differences are found in payloads.
         """
         sends = self._next_exchange is self._usual
         if self._meets is None or not self._meets.in_order:

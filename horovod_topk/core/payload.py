@@ -84,7 +84,7 @@ def measures_of(head: bytes, count: int) -> tuple[float, ...]:
 
 
 def facts_within(gathered: bytes) -> list[int]:
-    """Find the payloads in bytes that are payloads one after another; return the facts of each.
+    """Find each payload in a concatenation of payloads, and return the facts of each.
 
     It serves where payloads have other lengths than planned, and begin elsewhere.
     """

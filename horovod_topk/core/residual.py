@@ -98,7 +98,7 @@ class Arenas(Generic[Array]):
         return arena.views
 
     def set_aside(self, names: Collection[str], ops: Ops[Array]) -> None:
-        """Take out the residuals of some tensors, by name, until `put_back`: zeros stay."""
+        """Replace the residuals of some tensors, by name, by zeros until `put_back`."""
         for start, stop in self._stretches(names):
             view = ops.view(self.residual, start, stop)
             self.aside[start, stop] = ops.clone(view)
@@ -106,7 +106,7 @@ class Arenas(Generic[Array]):
             ops.assign(view, nothing)
 
     def put_back(self, names: Collection[str], ops: Ops[Array]) -> None:
-        """Put back what `set_aside` has taken out.
+        """Restore the residuals that `set_aside` has replaced by zeros.
 
         names: tensors whose candidate gets it as well, since their step counts.
         """
@@ -125,7 +125,7 @@ class Arenas(Generic[Array]):
             ops.assign(ops.view(self.candidate, start, stop), before)
 
     def _stretches(self, names: Collection[str]) -> list[tuple[int, int]]:
-        """Where tensors are, by name, but for those without elements."""
+        """Start and stop in the arena of each of these tensors that has elements."""
         return [(t.start, t.stop) for t in self.plan.tensors if t.numel and t.spec.name in names]
 
     def swap(self) -> None:

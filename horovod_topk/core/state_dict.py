@@ -108,7 +108,7 @@ def _are_names(value: object) -> TypeGuard[list[str]]:
 
 
 def _may_be(theirs: str, mine: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether two names may be of the same variable."""
+    """Whether two names may belong to the same variable: by their last part and their shapes."""
     pairs = (state.get("shapes"), theirs), (own.get("shapes"), mine)
     shapes = [known.get(name) for known, name in pairs if isinstance(known, Mapping)]
     ends = {name.rpartition("/")[2].partition("#")[0] for name in (theirs, mine)}

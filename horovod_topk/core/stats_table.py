@@ -78,7 +78,7 @@ def _residual(stats: Stats) -> str:
 
 
 def _reasons(tensors: Mapping[str, str]) -> str:
-    """Tensors by reason, without the number of elements that a reason begins with."""
+    """Group tensors by the reason why they are sent whole; name one tensor of each group."""
     by_reason: dict[str, list[str]] = {}
     for name, why in tensors.items():
         reason = re.sub(r"^\d+ elements, ", "", why.removesuffix(WHOLE))

@@ -187,7 +187,9 @@ class HorovodCollective:
 
 
 def _of_length(received: Any, own: Any, ranks: int) -> Any:
-    """Received payloads, if each is as long as this rank's; else this one with the facts of each.
+    """Check the length of received payloads, and stand in for those of other lengths.
+
+    In their place each rank has this rank's payload, with its own facts.
 
     A graph cannot raise: where the facts of ranks differ, or payloads are missing, the error is
     raised when the payloads are checked.

@@ -39,16 +39,6 @@ def rest_until_done(handle: int) -> None:
         pause = min(_LONGER * pause, _LONGEST)
 
 
-def wait_within_limit(handle: int, name: str, rank: int, *, patient: bool) -> Any:
-    """Wait for the collective of a meeting and return its result.
-
-    Raises:
-        MissingRanksError: a rank did not start it within the limit.
-    """
-    wait_until(lambda: bool(hvd.poll(handle)), name, rank, patient=patient)
-    return hvd.synchronize(handle)
-
-
 def result_of(handle: int) -> Any:
     """Wait for a collective and return its result."""
     rest_until_done(handle)
@@ -139,7 +129,8 @@ class HorovodCollective:
         """`Meets.meet`: by an allgather."""
         array = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         handle = hvd.allgather_async(array, name=name, process_set=self._process_set)
-        gathered: Tensor = wait_within_limit(handle, name, self.rank, patient=patient)
+        wait_until(lambda: bool(hvd.poll(handle)), name, self.rank, patient=patient)
+        gathered: Tensor = hvd.synchronize(handle)
         return in_rows(bytes(gathered.tolist()), len(data), self.size, self.rank)
 
     def alltoall(self, payloads: Tensor, name: str) -> _Handle:

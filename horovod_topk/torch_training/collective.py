@@ -182,5 +182,5 @@ class GroupCollective:
         return _Pending(work, sent, received, self.timer, self._watch(sent), name, finish)
 
     def _watch(self, array: Tensor) -> Meeting | None:
-        """What looks for other ranks while this one waits: on a CPU, where the host waits."""
+        """Return the meetings to look at while waiting; None: the host does not wait."""
         return self._meeting if array.device.type == "cpu" else None

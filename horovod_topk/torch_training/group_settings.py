@@ -53,7 +53,7 @@ def momentum_of(group: Mapping[str, Any]) -> float | None:
 
 
 def number_in(optimizer: Any, group: Mapping[str, Any], setting: str) -> float:
-    """Return a setting that a step needs.
+    """Return a setting of a parameter group as a float.
 
     Raises:
         ConfigError: it is no number.

@@ -86,7 +86,7 @@ class Meeting:
         return [rank for rank in self._ranks if not self._store.check([self._key(rank)])]
 
     def _said(self, rank: int) -> bytes:
-        """What a rank has said that has come, or has found out that others meet."""
+        """Return what a rank has posted for the present meeting; it has to have posted."""
         return bytes(self._store.get(self._key(rank)))
 
     def _post(self, data: bytes) -> None:

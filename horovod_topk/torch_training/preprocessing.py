@@ -21,7 +21,7 @@ from horovod_topk.torch_training.scaling import ONE, LossScale, Scaler, check_dt
 
 @dataclass(frozen=True)
 class Phase:
-    """Where the exchange of a step stands: equal on all ranks."""
+    """Counters of the exchange that are equal on all ranks."""
 
     committed: int  # number of committed steps before it
     ratio: float  # 1: everything is sent

@@ -47,7 +47,7 @@ def test_a_deep_copy_has_the_same_scaler() -> None:
     assert both["compression"].grad_scaler is both["scaler"]
 
 
-# `repr` is the call that makes a compressor, and what names functions can be copied, too
+# `repr` returns the call that makes a compressor. Compressors whose rules are functions are copied.
 
 
 def is_convolution(name: str, shape: tuple[int, ...]) -> bool:

@@ -131,7 +131,7 @@ def _text(path: Path) -> str:
 
 
 def _read(text: str, where: str) -> dict[str, Any]:
-    """A record as JSON, whose values have the right types.
+    """Parse a record from JSON, and check the types of its values.
 
     Raises:
         ValueError: it is none; names the place and the field.

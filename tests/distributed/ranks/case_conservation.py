@@ -60,7 +60,7 @@ class Clears(torch.optim.SGD):
 
 
 class Replaces(torch.optim.SGD):
-    """Applies gradients that it makes of those it was given, in their place."""
+    """Replaces each gradient by its sign before it applies them."""
 
     def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
