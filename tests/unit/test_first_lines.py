@@ -29,7 +29,6 @@ ATTACH = "TopKEF().attach(model, optimizer)"
 
 @pytest.fixture
 def optimizer() -> Optimizer:
-    hvd.init()
     return SGD(nn.Linear(40, 40).parameters(), lr=0.1)
 
 
