@@ -84,7 +84,7 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
     if asked is None or why:
         check_not_twice(optimizer, config)
-        if not hvd.is_initialized() or why_inactive(process_set) is not None:
+        if not compresses(process_set):
             return Fitted(compressor, config)
         has_beta1 = normalises and _number(_present(optimizer, "beta_1")) != 0.0
         warnings = advise(kind, config, why, normalises=has_beta1)
@@ -104,6 +104,11 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
     if config.guard is not None:
         _prepare_return(optimizer, taken, config.guard, compressor)
     return Fitted(compressor, config, taken)
+
+
+def compresses(process_set: Any) -> bool:
+    """Whether gradients of this process set will be compressed; not before `hvd.init()`."""
+    return hvd.is_initialized() and why_inactive(process_set) is None
 
 
 def _prepare_return(optimizer: Any, taken: Taken, guard: Guard, compressor: Compressor) -> None:

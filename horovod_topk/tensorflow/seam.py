@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from horovod_topk.config import TAKE_OVER
 from horovod_topk.core.agreement import agree_on_nothing
-from horovod_topk.core.base_compressor import elastic, why_inactive
+from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
@@ -41,6 +41,7 @@ from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import (
     Fitted,
     check_not_twice,
+    compresses,
     fitted_to,
     warn_of_late_clipping,
 )
@@ -294,7 +295,7 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         fitted = asked["compression"] = fitted_to(given, compressor, asked["process_set"])
         asked["optimizer"] = given.inner_optimizer if scaling.is_scaler(given) else given
         optimizer = original(*bound.args, **bound.kwargs)
-        if why_inactive(asked["process_set"]) is None:
+        if compresses(asked["process_set"]):
             cls, config = type(asked["optimizer"]), asked["optimizer"].get_config()
             check_bears_zeros(lambda: cls.from_config(config), cls.__name__, fitted.config)
         refuse_unexchanged(optimizer)

@@ -23,7 +23,7 @@ from horovod_topk.tensorflow.keras.adafactor import Floored
 from horovod_topk.tensorflow.keras.arrivals import following
 from horovod_topk.tensorflow.keras.copying import blank, copied, with_loss_scale
 from horovod_topk.tensorflow.keras.momentum_takeover import SavesSlots, drop_gathered, taking
-from horovod_topk.tensorflow.momentum import Fitted, fitted_to
+from horovod_topk.tensorflow.momentum import Fitted, compresses, fitted_to
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
 from horovod_topk.tensorflow.sparse import summed
@@ -97,7 +97,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         groups,
         process_set=process_set,
     )
-    if fitted is not None and why_inactive(process_set) is None:
+    if fitted is not None and compresses(process_set):
         plain = getattr(optimizer, "inner_optimizer", optimizer)
         is_taken = fitted.taken is not None  # then making the class warns of what was loaded
         own = type(plain) if is_taken else _own_class(plain, fitted) or type(plain)
