@@ -35,7 +35,7 @@ def with_momentum(
     """Apply momentum correction where nothing is compressed: the updates are SGD's with momentum.
 
     With Adam and beta_1=0, the result is that of many ranks: the mean square is of velocities. For
-    the updates of Adam with its own momentum, pass momentum="optimizer".
+    the updates of Adam with its own momentum, pass momentum="auto".
 
     Velocities do not change in a step with a NaN or an infinity. Sparse gradients and None are
     returned unchanged, as where gradients are exchanged.

@@ -37,7 +37,6 @@ from horovod_topk.core.arrivals import (
 from horovod_topk.core.momentum_takeover import warn_of_unknown
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
-from horovod_topk.tensorflow.takeover import is_legacy, slot_of
 
 
 @dataclass
@@ -105,6 +104,55 @@ class ByArrivals:
     def follows(self, variable: Any) -> bool:
         """Whether the updates of a variable depend on arrivals from now on."""
         return id(unwrap(variable)) in self._states
+
+
+def update_by_arrivals(optimizer: Any, by: ByArrivals) -> None:
+    """Have each update of a tf-keras optimizer depend on arrivals.
+
+    What XLA compiles calls the same `update_step`.
+    """
+    if is_legacy(optimizer):
+        own = optimizer._resource_apply_dense
+
+        def dense(gradient: Any, variable: Any, *rest: Any) -> Any:
+            update = functools.partial(own, gradient, variable, *rest)
+            rate = functools.partial(optimizer._decayed_lr, variable.dtype.base_dtype)
+            return by.update(optimizer, gradient, variable, update, rate)
+
+        optimizer._resource_apply_dense = dense
+        return
+    own_step, compiled = optimizer.update_step, optimizer._update_step_xla
+
+    def step(gradient: Any, variable: Any) -> Any:
+        update = functools.partial(own_step, gradient, variable)
+        return by.update(optimizer, gradient, variable, update, lambda: optimizer.learning_rate)
+
+    def keyed(gradient: Any, variable: Any, key: int) -> Any:
+        """XLA compiles an update once for each key: one that depends on arrivals has another."""
+        return compiled(gradient, variable, -key if by.follows(variable) else key)
+
+    optimizer.update_step, optimizer._update_step_xla = step, keyed
+
+
+def is_legacy(optimizer: Any) -> bool:
+    """Whether an optimizer is one of `tf_keras.optimizers.legacy`."""
+    return hasattr(optimizer, "_hyper")
+
+
+def slot_of(optimizer: Any, variable: Any, kind: str = "_momentums") -> Any:
+    """The tf.Variable with an optimizer's momentum of one variable. Not for legacy optimizers.
+
+    None: the variable is overwritten by its gradient, as the scales of float8 are in Keras 3.
+
+    kind: "_velocities" for Adam's mean square.
+    """
+    slots: Any = getattr(optimizer, kind, None)
+    if slots is None and kind == "_momentums":
+        slots = optimizer.momentums  # of tf-keras' SGD
+    if hasattr(optimizer, "_index_dict"):  # tf-keras
+        return slots[optimizer._index_dict[optimizer._var_key(variable)]]
+    slot = slots[optimizer._get_variable_index(variable)]
+    return None if slot is None else unwrap(slot)
 
 
 def is_sgd(optimizer: Any) -> bool:

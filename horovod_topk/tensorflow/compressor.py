@@ -13,10 +13,7 @@ from horovod.tensorflow.compression import Compressor as HorovodCompressor
 
 from horovod_topk import reporting
 from horovod_topk.core.base_compressor import BaseCompressor, by_horovod
-from horovod_topk.core.guard import DENSE
-from horovod_topk.core.guard import Memory as GuardMemory
 from horovod_topk.core.schedule import Schedule
-from horovod_topk.core.state_dict import guard_of
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.core.substitute import horovods
 from horovod_topk.elastic import Manager
@@ -163,12 +160,6 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         else:
             self._waiting = [state]
 
-    @property
-    def waits_handed_over(self) -> bool:
-        """Whether the state dict for the first step is of a run whose guard went back to dense."""
-        known = [guard_of(state) for state in self._waiting[:1]]
-        return any(GuardMemory(*guard).stage == DENSE for guard in known if guard)
-
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` at the end of every step, as `OptimizerState.on_step`.
 
@@ -206,7 +197,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
         Args:
             variables: all of them, in order.
-            config: this compressor's settings, maybe with the momentum of an optimizer.
+            config: this compressor's settings, fitted to an optimizer if it is known.
             settings: arguments that were passed to Horovod.
             memory: the optimizer's memory; None: for a tape. Tapes with equal settings share one.
 

@@ -24,8 +24,6 @@ def step(
     due: Any,
     rate: Any = None,
     squares: Sequence[Any] = (),
-    *,
-    plain: bool = False,
 ) -> tuple[list[Any], Any, Any, Any]:
     """Exchange gradients, given in the order of `cached.specs`.
 
@@ -37,7 +35,6 @@ def step(
         rate: the learning rate, [] float64; None: it is not known. At 0, gradients are exchanged
             alone, and residuals stay as they are.
         squares: Adam's mean square of each tensor, or None; empty: with other optimizers.
-        plain: whether velocities are sent without Nesterov's term.
 
     Returns:
         The exchanged gradients; one flag for each tensor, bucket by bucket, True where a rank had a
@@ -56,7 +53,7 @@ def step(
     known = zip([spec.name for spec in cached.specs], squares, strict=True) if squares else ()
     rates = state.rates_at(plan, rate)
     moves = None if rate is None else tf.not_equal(rate, 0.0)
-    run = state.step(plan, cached.name, rates, dict(known), plain=plain, moves=moves)
+    run = state.step(plan, cached.name, rates, dict(known), moves=moves)
     timer = state.timer
     timer.begin()
     run.turn()

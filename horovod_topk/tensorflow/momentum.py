@@ -1,4 +1,4 @@
-"""Momentum correction for Keras' optimizers: momentum is applied exactly once."""
+"""Settings that depend on a Keras optimizer; its momentum is applied exactly once."""
 
 from __future__ import annotations
 
@@ -9,34 +9,27 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.config import ADAM, AUTO
+from horovod_topk.config import ADAM, SGD
 from horovod_topk.core.base_compressor import why_inactive
 from horovod_topk.core.momentum_takeover import (
     HAS_NONE,
     Own,
-    Words,
     advise,
     check_once,
     fitted,
     kind_of,
     none_to_correct,
     note_followed,
-    rule_of_arrivals,
-    settings_of,
     warn_of_clipping,
     why_not_by_arrivals,
-    why_not_corrected,
 )
-from horovod_topk.errors import ConfigError
-from horovod_topk.guard import Guard
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.arrivals import ByArrivals
 from horovod_topk.tensorflow.compressor import Compressor
-from horovod_topk.tensorflow.takeover import Taken, is_legacy
 
 log = logging.getLogger("horovod_topk")
 
-WORDS = Words("SGD, Adam or AdamW of Keras", "momentum=0.9 or beta_1=0.9")
+KNOWN = "SGD, Adam or AdamW of Keras"
 CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")  # settings of every optimizer of Keras
 SETTINGS = {"SGD": "momentum", "Adam": "beta_1", "AdamW": "beta_1"}  # Keras class -> its momentum
 
@@ -46,14 +39,13 @@ class Fitted:
     """A compressor with its settings for one optimizer, passed to Horovod as `compression=`."""
 
     compressor: Compressor
-    config: Method  # the compressor's settings, with the momentum that was taken over
-    taken: Taken | None = None
+    config: Method  # the compressor's settings, with those that depend on the optimizer
     arrivals: ByArrivals | None = None
     warnings: tuple[str, ...] = ()  # about the optimizer
 
 
 def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitted:
-    """Settings for an optimizer, and the momentum to take over from it. Nothing is changed.
+    """Settings for an optimizer, and whether its steps depend on arrivals. Nothing is changed.
 
     Args:
         optimizer: an optimizer of Keras 3 or tf-keras, within a loss scale or not.
@@ -61,49 +53,35 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         process_set: the ranks that exchange gradients.
 
     Raises:
-        ConfigError: the optimizer's momentum would be applied twice, or cannot be taken over.
+        ConfigError: the optimizer's momentum would be applied twice.
     """
     optimizer, config = getattr(optimizer, "inner_optimizer", optimizer), compressor.config
     if "follow_lr" in compressor.deferred:
         config = replace(config, follow_lr=_present(optimizer, "learning_rate") is not None)
     normalises = _is_adam(optimizer)
     is_known = normalises or _is_a(optimizer, "SGD")
-    asked = compressor.deferred.get("momentum")
-    rule = rule_of_arrivals(config, asked, normalises=normalises if is_known else None)
-    why_not = why_not_corrected if rule is None else why_not_by_arrivals
-    why = _why_left(optimizer, rule) or why_not(config) if asked == AUTO else ""
-    follows = rule is not None and not why
+    is_auto = "momentum" in compressor.deferred
+    why = _why_left(optimizer) or why_not_by_arrivals(config) if is_auto else ""
+    follows = is_auto and not why
     config = fitted(
         config,
         compressor.deferred,
         normalises=normalises if is_known else None,
         follows=follows,
     )
-    kind, setting = kind_of(optimizer), _setting_of(optimizer)
+    kind = kind_of(optimizer)
     if why:
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
-    if asked is None or why:
-        check_not_twice(optimizer, config)
-        if not compresses(process_set):
-            return Fitted(compressor, config)
-        has_beta1 = normalises and _number(_present(optimizer, "beta_1")) != 0.0
-        warnings = advise(kind, config, why, normalises=has_beta1)
-        return Fitted(compressor, config, warnings=warnings)
-    if follows and why_inactive(process_set) is None:
+    check_not_twice(optimizer, config)
+    if not compresses(process_set):
+        return Fitted(compressor, config)
+    if follows:
         note_followed(kind)
         beta2 = _number(_present(optimizer, "beta_2")) if normalises else None
-        config = replace(config, by_arrivals=rule, beta2=beta2)
+        config = replace(config, by_arrivals=ADAM if normalises else SGD, beta2=beta2)
         return Fitted(compressor, config, arrivals=ByArrivals())
-    own = None if setting is None else _number(_present(optimizer, setting))
-    nesterov = setting == "momentum" and bool(optimizer.nesterov)
-    settings = settings_of(kind, None if own is None else (own, nesterov), WORDS)
-    if setting is None or why_inactive(process_set) is not None:
-        return Fitted(compressor, config)
-    config = replace(config, **settings, taken_over=True)
-    taken = Taken(setting, config.momentum, may_leave=asked == AUTO)
-    if config.guard is not None:
-        _prepare_return(optimizer, taken, config.guard, compressor)
-    return Fitted(compressor, config, taken)
+    has_beta1 = normalises and _number(_present(optimizer, "beta_1")) != 0.0
+    return Fitted(compressor, config, warnings=advise(kind, config, why, normalises=has_beta1))
 
 
 def compresses(process_set: Any) -> bool:
@@ -111,31 +89,15 @@ def compresses(process_set: Any) -> bool:
     return hvd.is_initialized() and why_inactive(process_set) is None
 
 
-def _prepare_return(optimizer: Any, taken: Taken, guard: Guard, compressor: Compressor) -> None:
-    """Note whether and how the guard hands a momentum back to this optimizer."""
-    if is_legacy(optimizer):
-        log.warning(
-            "TopKEF: if the guard falls back, momentum stays corrected, as a legacy %s cannot take "
-            "it back: training is then dense within rounding",
-            type(optimizer).__name__,
-        )
-        return
-    taken.hands_over, taken.returns = True, guard.cool_down is not None
-    taken.waits = lambda: compressor.waits_handed_over
-
-
-def _why_left(optimizer: Any, rule: str | None) -> str:
-    """Reason why momentum="auto" leaves this optimizer as it is; empty: there is none.
-
-    rule: by which its step would depend on arrivals, if it would.
-    """
+def _why_left(optimizer: Any) -> str:
+    """Reason why momentum="auto" leaves this optimizer as it is; empty: there is none."""
     setting = _setting_of(optimizer)
     if setting is None:
-        return f"it is none of {WORDS.known}"
+        return f"it is none of {KNOWN}"
     own = _number(_present(optimizer, setting))
     if not own:
         return "it changes by itself" if own is None else HAS_NONE
-    if rule == ADAM and _number(_present(optimizer, "beta_2")) is None:
+    if setting == "beta_1" and _number(_present(optimizer, "beta_2")) is None:
         return "its beta_2 changes by itself"
     return ""
 
@@ -157,15 +119,8 @@ def check_not_twice(optimizer: Any, config: Method) -> None:
     setting = "beta_1" if is_adam else "momentum"
     present = _present(optimizer, setting)
     if present is None:
-        raise none_to_correct(config.momentum, kind, WORDS.known)
+        raise none_to_correct(config.momentum, kind, KNOWN)
     value = _number(present)
-    if config.taken_over and value != 0.0:
-        raise ConfigError(
-            f"the momentum of {kind} was taken over as {config.momentum}, and it has been given "
-            f"{setting}={present if value is None else value}: it would be applied twice",
-            cure="Build a new distributed optimizer with that momentum, or pass momentum=0 to "
-            "TopKEF",
-        )
     own = Own(
         kind,
         where="the optimizer",

@@ -33,13 +33,12 @@ class CachedPlan:
         """The prefix of the collectives' names, equal on all ranks."""
         return f"{self.prefix}.{self.ordinal}"
 
-    def at(self, ratio: float, *, corrects: bool = True) -> CachedPlan:
-        """The same plan at another ratio level; `corrects`: with momentum correction, if any."""
+    def at(self, ratio: float) -> CachedPlan:
+        """The same plan at another ratio level."""
         if ratio == self.plan.config.ratio:
             return self
         schedule = Schedule(self.plan.config)  # config: ratios of single tensors are resolved
-        plan = self.plan.under(schedule.settings(ratio, corrects=corrects))
-        return replace(self, plan=plan)
+        return replace(self, plan=self.plan.under(schedule.settings(ratio)))
 
 
 class PlanCache:

@@ -25,7 +25,6 @@ import horovod._keras
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.config import TAKE_OVER
 from horovod_topk.core.agreement import agree_on_nothing
 from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.reductions import reduction_of
@@ -34,6 +33,7 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import TensorFlowOps
 from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.applying import refuse_unexchanged
+from horovod_topk.tensorflow.arrivals import update_by_arrivals
 from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.learning_rates import rate_of
@@ -54,7 +54,6 @@ from horovod_topk.tensorflow.sparse import (
     to_dense,
 )
 from horovod_topk.tensorflow.state import OptimizerState, live_states
-from horovod_topk.tensorflow.takeover_tfkeras import apply_none, update_by_arrivals
 from horovod_topk.tensorflow.xla import refuse_xla
 from horovod_topk.tensorflow.zeros import check_bears_zeros
 
@@ -97,21 +96,17 @@ class Exchange:
         self._settings = settings
         self._sparse_as_dense = sparse_as_dense
         self._stock = stock
-        taken = fitted.taken
-        self._followers = [each for each in (taken, fitted.arrivals) if each is not None]
-        self._warnings: list[str] = [*fitted.warnings] if taken is None else taken.warnings
+        self._warnings: list[str] = [*fitted.warnings]
 
     @property
     def config(self) -> Method:
-        """The settings, without what was given back to the optimizer."""
+        """The settings, without steps by arrivals if a variable is too narrow for them."""
         fitted = self._fitted
-        if fitted.arrivals is not None and not fitted.arrivals.is_on:
-            is_ours = "warmup" in fitted.compressor.deferred and fitted.config.follows_energies
-            warmup = None if is_ours else fitted.config.warmup  # Adam has one if it follows
-            return replace(fitted.config, by_arrivals=None, beta2=None, warmup=warmup)
-        if fitted.taken is None or fitted.taken.is_over:
+        if fitted.arrivals is None or fitted.arrivals.is_on:
             return fitted.config
-        return replace(fitted.config, momentum=0.0, nesterov=False, taken_over=False)
+        is_ours = "warmup" in fitted.compressor.deferred and fitted.config.follows_energies
+        warmup = None if is_ours else fitted.config.warmup  # Adam has one if it follows
+        return replace(fitted.config, by_arrivals=None, beta2=None, warmup=warmup)
 
     def guard(self, optimizer: Any) -> None:
         """Remember the optimizer, to check in each step that no momentum is applied twice.
@@ -119,8 +114,7 @@ class Exchange:
         Warns if momentum is corrected and the optimizer clips gradients.
         """
         self._optimizer = weakref.ref(optimizer)  # weak: the optimizer refers to this
-        momentum = 0.0 if self.config.taken_over else self.config.momentum
-        self._warnings += warn_of_late_clipping(optimizer, momentum)
+        self._warnings += warn_of_late_clipping(optimizer, self.config.momentum)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(
@@ -144,18 +138,19 @@ class Exchange:
         refuse_xla()
         optimizer = self._optimizer()
         grads, variables = list(grads), list(vars)
-        for each in self._followers:
-            self._warnings += each.leave_narrow(optimizer, variables)
+        by = self._fitted.arrivals
+        if by is not None:
+            self._warnings += by.leave_narrow(optimizer, variables)
         config = self.config
         check_not_twice(optimizer, config)
         # Horovod would exchange sparse gradients, and no momentum would be applied to them.
-        if self._sparse_as_dense or config.taken_over or config.follows_arrivals:
+        if self._sparse_as_dense or config.follows_arrivals:
             grads = [to_dense(gradient) for gradient in grads]
         check_none_left_out(grads, variables, config)
         self.state = self.compressor.state_of(variables, config, self._settings, self._memory)
         self.state.warnings = self._warnings
-        for each in self._followers:
-            each.follow(self.state, variables)
+        if by is not None:
+            by.follow(self.state, variables)
         changed = self.state.active or config.momentum or config.clip_norm is not None
         scale = self.scale() if changed else None
         if not self.state.active:
@@ -170,7 +165,6 @@ class Exchange:
                 f"follow_lr=True was given, and {type(optimizer).__name__} has no learning_rate",
                 cure="Leave follow_lr= out",
             )
-        by = self._fitted.arrivals
         squares = [] if by is None else by.squares(optimizer, variables)
         exchanged = self.state.exchange(local, variables, rate, squares)
         exchanged = scaling.multiplied(exchanged, scale)
@@ -256,13 +250,6 @@ def _fitted(compression: Any) -> Fitted | None:
             "neither tells its learning rate",
             cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
         )
-    if compressor is not None and compressor.deferred.get("momentum") == TAKE_OVER:
-        raise ConfigError(
-            "momentum='optimizer' was given to a gradient tape, or to an optimizer of "
-            "TensorFlow 1: neither tells what momentum is applied",
-            cure="Pass momentum=0.9 to TopKEF, and momentum=0.0 to SGD or beta_1=0.0 to Adam; or "
-            "give it to the DistributedOptimizer of a Keras",
-        )
     if compressor is None:
         return None
     return Fitted(compressor, compressor.config)
@@ -300,8 +287,6 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
             check_bears_zeros(lambda: cls.from_config(config), cls.__name__, fitted.config)
         refuse_unexchanged(optimizer)
         refuse_local(optimizer, fitted.config)
-        if fitted.taken is not None:
-            apply_none(optimizer, fitted.taken)
         if fitted.arrivals is not None:
             update_by_arrivals(optimizer, fitted.arrivals)
         optimizer._allreduce_grads.guard(optimizer)

@@ -29,7 +29,6 @@ from horovod_topk.tensorflow.planning import Settings, names_of, shapes_of, spec
 from horovod_topk.tensorflow.scaling import is_dense
 from horovod_topk.tensorflow.state_variables import VariableState
 from horovod_topk.tensorflow.timing import seconds_of
-from horovod_topk.tensorflow.traced_schedule import Branch
 from horovod_topk.tensorflow.variables import Stores
 
 log = logging.getLogger("horovod_topk")
@@ -68,8 +67,8 @@ class OptimizerState(Attached[VariableState]):
         self._names = names = names_of(variables)
         self._known = {VARIABLES: names, "shapes": shapes_of(names, variables)}
         self._name_of = {id(unwrap(v)): name for v, name in zip(variables, names, strict=True)}
-        self._functions: dict[tuple[str, Branch, int], Callable[..., list[Any]]] = {}
-        self._traced: dict[tuple[str, Branch], CachedPlan] = {}  # plans of the traced graphs
+        self._functions: dict[tuple[str, float, int], Callable[..., list[Any]]] = {}
+        self._traced: dict[tuple[str, float], CachedPlan] = {}  # plans of the traced graphs
         self._raised: Exception | None = None  # error of the last step
         self._ended: float | None = None  # end of the last step, by `time.perf_counter`
         self.created = next(_COUNT)
@@ -130,24 +129,6 @@ class OptimizerState(Attached[VariableState]):
                 result[i] = exchanged
         return result
 
-    def hand_over(self) -> None:
-        """Have the guard hand momentum back to the optimizer in a fall-back."""
-        self._state.hand_over()
-
-    @property
-    def has_handed_over(self) -> bool:
-        """Whether the optimizer has its momentum back."""
-        return not self._state.guard.corrects
-
-    @property
-    def stage(self) -> Any:
-        """Stage of the guard (`horovod_topk.core.guard`) in the last exchange, [] int32."""
-        return self._state.schedule_in_graphs.last
-
-    def velocity_of(self, variable: Any) -> Any:
-        """The variable with the velocity, flat, of one of the model's variables."""
-        return self._state.velocity_of(self._name_of[id(unwrap(variable))])
-
     def arrivals_of(self, variable: Any) -> Arrived[Any] | ArrivedToSgd[Any] | None:
         """As `VariableState.arrivals_of`, for one of the model's variables."""
         return self._state.arrivals_of(self._name_of[id(unwrap(variable))])
@@ -165,29 +146,28 @@ class OptimizerState(Attached[VariableState]):
         self, cached: CachedPlan, gradients: list[Any], rate: Any, squares: list[Any]
     ) -> list[Any]:
         schedule, given = self._state.schedule_in_graphs, (gradients, rate, squares)
-        schedule.begin()
         if not tf.executing_eagerly():
-            return list(schedule.traced(lambda branch: self._function(cached, branch)(*given)))
+            return list(schedule.traced(lambda ratio: self._function(cached, ratio)(*given)))
         self._raised = None
         try:
-            return self._function(cached, self._state.branch)(*given)
+            return self._function(cached, self._state.ratio)(*given)
         except tf.errors.OpError:
             if self._raised is not None:
                 raise self._raised from None
             raise
 
-    def _function(self, cached: CachedPlan, branch: Branch) -> Callable[..., list[Any]]:
-        """Return the function that runs a branch of a step; all traces of the step call it.
+    def _function(self, cached: CachedPlan, ratio: float) -> Callable[..., list[Any]]:
+        """Return the function that runs a step at a ratio level; all traces of the step call it.
 
         A graph has the number of ranks as a constant, so another number has its own function.
         """
-        key, this = (cached.name, branch, self._state.collective.size), weakref.ref(self)
+        key, this = (cached.name, ratio, self._state.collective.size), weakref.ref(self)
         if key not in self._functions:
 
             def build(*given: Any) -> Any:
                 state = this()
                 assert state is not None  # it traces this function
-                return state._build(cached, branch, *given)
+                return state._build(cached, ratio, *given)
 
             self._functions[key] = tf.function(build, autograph=False)
         return self._functions[key]
@@ -212,20 +192,20 @@ class OptimizerState(Attached[VariableState]):
     def _build(
         self,
         cached: CachedPlan,
-        branch: Branch,
+        ratio: float,
         gradients: list[Any],
         rate: Any,
         squares: list[Any],
     ) -> Any:
         """Build the graph of one step, with the function that ends it on the host."""
-        cached = cached.at(branch.ratio, corrects=branch.corrects)
+        cached = cached.at(ratio)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
             exchanged, flags, sums, seconds = step(
-                cached, gradients, self._state, due, rate, squares, plain=branch.plain
+                cached, gradients, self._state, due, rate, squares
             )
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
-            this, key = weakref.ref(self), (cached.name, branch)
+            this, key = weakref.ref(self), (cached.name, ratio)
             self._traced[key] = cached
 
             def count(flags: Any, sums: Any, seconds: Any) -> tuple[int, int, list[float]]:

@@ -41,7 +41,7 @@ from horovod_topk.methods.protocol import Method, Seeded
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
 from horovod_topk.tensorflow.timing import GraphTimer
-from horovod_topk.tensorflow.traced_schedule import Branch, TracedSchedule
+from horovod_topk.tensorflow.traced_schedule import TracedSchedule
 from horovod_topk.tensorflow.variables import Stores, VariablePiece, apart
 
 log = logging.getLogger("horovod_topk")
@@ -208,7 +208,6 @@ class VariableState(State[Array]):
         rates: StepRates | None = None,
         squares: Mapping[str, Any] = MappingProxyType({}),
         *,
-        plain: bool = False,
         moves: Any = None,
     ) -> Step[Array]:
         """Make a step over the state variables, for one graph.
@@ -218,7 +217,6 @@ class VariableState(State[Array]):
             name: prefix of the collectives' names.
             rates: learning rates of the step, if residuals are rescaled by them.
             squares: Adam's mean square of each tensor, or None, by name.
-            plain: whether velocities are sent without Nesterov's term.
             moves: whether the learning rate is other than 0, [] bool; None: it is not known. At 0,
                 residuals and mean norms stay; velocities and arrivals change, as the optimizer's
                 moments do.
@@ -269,23 +267,9 @@ class VariableState(State[Array]):
         known, beta2 = [(n, v) for n, v in squares.items() if v is not None], plan.config.beta2
         own = {n: Momentum(0.0, False, beta2, Buffer(v)) for n, v in known}
         momenta = Momenta(plan.config, lambda: own)
-        momenta.turn(plain=plain)
+        momenta.turn()
         shared = self.ops, codec, exchange, name, momenta
         return Step(plan, storage, *shared, decay=decay, number=self._number)
-
-    def hand_over(self) -> None:
-        """Have the guard hand momentum back to the optimizer in a fall-back."""
-        self.guard.hands_over = self.schedule_in_graphs.hands_over = True
-
-    @property
-    def branch(self) -> Branch:
-        """The branch of the next step."""
-        plain = self.guard.is_handing_over and self.config.nesterov
-        return Branch(self.ratio, self.guard.corrects, plain)
-
-    def velocity_of(self, name: str) -> Any:
-        """The variable with a tensor's velocity, flat; its momentum is corrected."""
-        return self._variable(VELOCITY, name, 0)
 
     @property
     def timer(self) -> GraphTimer:

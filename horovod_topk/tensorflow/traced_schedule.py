@@ -4,15 +4,12 @@
 tf.function is traced before its steps run: it gets a branch for every ratio level, and variables
 such as the number of committed steps choose the branch when it runs. All branches share the same
 residuals, whose layout does not depend on the ratio.
-
-If the guard can hand a corrected momentum back to the optimizer, there is one more branch, which is
-dense and corrects no momentum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,22 +23,11 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.variables import apart
 
 
-class Branch(NamedTuple):
-    """What one branch of a graph does."""
-
-    ratio: float
-    corrects: bool = True  # whether it corrects momentum, if the settings ask for it
-    plain: bool = False  # whether it sends velocities without Nesterov's term
-
-
 class TracedSchedule:
     """`horovod_topk.core.schedule.Counter` in variables, which choose the branch of a graph.
 
     Args:
         config: the settings, equal on all ranks.
-
-    Attributes:
-        hands_over: whether the guard hands momentum back to the optimizer in a fall-back.
     """
 
     def __init__(self, config: Method) -> None:
@@ -50,8 +36,7 @@ class TracedSchedule:
         dynamic = may_change or self._schedule.decides
         self._in_traces = dynamic  # whether traces have all levels
         self._one_traced = False  # whether a trace has only one level
-        self.hands_over = False
-        self._committed, self._asked, self._decided, self._stage, self._last = apart(_variables)
+        self._committed, self._asked, self._decided, self._stage = apart(_variables)
         self._lineage = apart(_start)
         self._decision: Decision = ()
 
@@ -135,28 +120,18 @@ class TracedSchedule:
         if self._config.guard is not None:
             self._stage.assign(stage)
 
-    def begin(self) -> None:
-        """Begin a step: from now on `last` is its stage. In a graph or eagerly."""
-        if self._config.guard is not None:
-            self._last.assign(self._stage)
-
-    @property
-    def last(self) -> Any:
-        """Stage of the guard in the last step that has begun, [] int32."""
-        return self._last.read_value()
-
     def take(self, level: Any) -> None:
         """Store in a graph the position of the level that was decided on, [] int32."""
         if self._schedule.decides:
             self._decided.assign(level)
 
-    def traced(self, build: Callable[[Branch], Any]) -> Any:
-        """Build a graph with all branches; return the result of the chosen one."""
+    def traced(self, build: Callable[[float], Any]) -> Any:
+        """Build a graph with a branch for each ratio; return the result of the chosen one."""
         if not self._in_traces:
             self._one_traced = True
-            return build(Branch(self._config.ratio))
-        branches = self._branches()
-        return tf.switch_case(self._position(), [lambda b=b: build(b) for b in branches])
+            return build(self._config.ratio)
+        levels = self._schedule.levels
+        return tf.switch_case(self._position(), [lambda r=r: build(r) for r in levels])
 
     def read(self) -> Any:
         """Number of committed steps before this one, in a graph: [] int64."""
@@ -166,16 +141,8 @@ class TracedSchedule:
         """Count a committed step, in a graph."""
         self._committed.assign_add(1)
 
-    def _branches(self) -> list[Branch]:
-        """One branch for each ratio level, then those of a fall-back."""
-        levels = [Branch(ratio) for ratio in self._schedule.levels]
-        if not self.hands_over:
-            return levels
-        plain = [Branch(DENSE, plain=True)] if self._config.nesterov else []
-        return [*levels, *plain, Branch(DENSE, corrects=False)]
-
     def _position(self) -> Any:
-        """Index of the next step's branch, in a graph."""
+        """Position of the next step's level, in a graph."""
         levels, committed = self._schedule.levels, self._committed.read_value()
         usual: Any = tf.constant(levels.index(self._schedule.ratio_after_warmup))
         if self._schedule.decides:
@@ -187,15 +154,8 @@ class TracedSchedule:
         chosen = tf.where(asked < 0, usual, asked)
         if self._config.guard is None:
             return chosen
-        branches, dense = self._branches(), Branch(DENSE)
-        handing_over = Branch(DENSE, plain=True)
-        of_stage = {
-            guard.FLUSHING: dense,
-            guard.HANDING_OVER: handing_over if handing_over in branches else dense,
-            guard.DENSE: Branch(DENSE, corrects=False) if self.hands_over else dense,
-        }
-        fixed = [branches.index(of_stage[stage]) for stage in sorted(of_stage)]
-        return tf.stack([chosen, *fixed])[self._last.read_value()]
+        is_over = tf.not_equal(self._stage.read_value(), guard.COMPRESSING)
+        return tf.where(is_over, levels.index(DENSE), chosen)
 
 
 def _start() -> Any:
@@ -204,9 +164,9 @@ def _start() -> Any:
         return tf.Variable(START, False, dtype=tf.int64)
 
 
-def _variables() -> tuple[Any, Any, Any, Any, Any]:
-    """Create variables: committed steps; the user's and the schedule's level or -1; stages."""
+def _variables() -> tuple[Any, Any, Any, Any]:
+    """Create variables: committed steps; the user's and the schedule's level or -1; the stage."""
     with tf.device("cpu"):
         asked, decided = (tf.Variable(-1, False, dtype=tf.int32) for _ in range(2))
-        stages = (tf.Variable(guard.COMPRESSING, False, dtype=tf.int32) for _ in range(2))
-        return tf.Variable(0, False, dtype=tf.int64), asked, decided, *stages
+        stage = tf.Variable(guard.COMPRESSING, False, dtype=tf.int32)
+        return tf.Variable(0, False, dtype=tf.int64), asked, decided, stage

@@ -163,7 +163,7 @@ TENSORFLOW = named("tensorflow", "alone")
 # The files of TensorFlow with laws and exchanges.
 LAWS = ("tape", "sharded", "hierarchical", "groups_ratios", "methods")
 # About files, states and optimizers, which know of no controller.
-KERAS = ("keras", "keras3", "tf_taking", "tf_auto")
+KERAS = ("keras", "keras3", "tf_auto")
 STATES = ("state", "checkpoint", "tf_lives", "tf_applying", "worked_example")
 STEPS = (
     *(
@@ -175,7 +175,7 @@ STEPS = (
         "tf_sparse",
         "tf_guard",
     ),
-    *("tf_arrivals", "tf_sgd_arrivals", "tf_handover"),
+    *("tf_arrivals", "tf_sgd_arrivals"),
 )
 
 JOBS = (

@@ -15,7 +15,7 @@ from horovod_topk.methods import QSGD
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.tensorflow import TensorFlowOps
 from horovod_topk.tensorflow.state_variables import _rank_in_graph
-from horovod_topk.tensorflow.traced_schedule import Branch, TracedSchedule
+from horovod_topk.tensorflow.traced_schedule import TracedSchedule
 
 WARM = TopK(ratio=0.05, warmup=((2, 0.5), (4, 0.2), (5, 1.0)))
 
@@ -30,9 +30,9 @@ def stepper(traced: TracedSchedule) -> Any:
     """A step as a graph: its ratio; it is committed."""
 
     def step() -> Any:
-        def build(branch: Branch) -> Any:
+        def build(ratio: float) -> Any:
             traced.count()
-            return tf.constant(branch.ratio, tf.float64)
+            return tf.constant(ratio, tf.float64)
 
         return traced.traced(build)
 

@@ -12,7 +12,6 @@ from typing import Any
 import keras
 
 from horovod_topk.errors import UnsupportedOperationError
-from horovod_topk.tensorflow.takeover import slots_of
 
 log = logging.getLogger("horovod_topk")
 
@@ -80,8 +79,7 @@ def _build_and_assign(copy: Any, optimizer: Any) -> None:
 
 
 def _assign(copy: Any, optimizer: Any) -> None:
-    dropped = [] if slots_of(copy) else [id(slot) for slot in slots_of(optimizer)]  # takeover
-    mine, theirs = copy._variables, [v for v in optimizer._variables if id(v) not in dropped]
+    mine, theirs = copy._variables, optimizer._variables
     if len(mine) != len(theirs):
         raise UnsupportedOperationError(
             f"a copy of this {type(optimizer).__name__} has {len(mine)} variables, the optimizer "

@@ -22,7 +22,6 @@ from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.keras.adafactor import Floored
 from horovod_topk.tensorflow.keras.arrivals import following
 from horovod_topk.tensorflow.keras.copying import blank, copied, with_loss_scale
-from horovod_topk.tensorflow.keras.momentum_takeover import SavesSlots, drop_gathered, taking
 from horovod_topk.tensorflow.momentum import Fitted, compresses, fitted_to
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
@@ -56,8 +55,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         device_dense: as in `hvd.DistributedOptimizer`.
         device_sparse: as in `hvd.DistributedOptimizer`.
         compression: `TopKEF` (the class or an instance), one of `hvd.Compression`, or another
-            Horovod compressor. `TopKEF(momentum="optimizer")` sets the copy's momentum to 0, and
-            leaves `optimizer` as it is.
+            Horovod compressor.
         sparse_as_dense: exchange tf.IndexedSlices as dense tensors.
         gradient_predivide_factor: for op=hvd.Average, divide gradients by this before the sum,
             and by (number of ranks / this) after it.
@@ -84,7 +82,6 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         )
     optimizer = with_loss_scale(optimizer)
     _check_accumulation(optimizer)
-    taken = None if fitted is None else fitted.taken
     name = name or f"Distributed{type(optimizer).__name__}"
     exchange = hvd._make_allreduce_grads_fn(
         name,
@@ -99,13 +96,10 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     )
     if fitted is not None and compresses(process_set):
         plain = getattr(optimizer, "inner_optimizer", optimizer)
-        is_taken = fitted.taken is not None  # then making the class warns of what was loaded
-        own = type(plain) if is_taken else _own_class(plain, fitted) or type(plain)
+        own = _own_class(plain, fitted) or type(plain)
         check_bears_zeros(lambda: blank(plain, own), type(plain).__name__, fitted.config)
     cls, inner = _classes(optimizer, _Exchanger(exchange, name, process_set), fitted)
     distributed = copied(optimizer, cls, inner)
-    if taken is not None:
-        drop_gathered(distributed, taken)
     if isinstance(exchange, Exchange):
         exchange.guard(distributed)
     return distributed
@@ -121,8 +115,6 @@ def _classes(optimizer: Any, exchanger: _Exchanger, fitted: Fitted | None) -> tu
         names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
         of_inner = (own,) if issubclass(own, _InOneReplica) else (_InOneReplica, own)
         inner = type(plain.__name__, of_inner, names)
-        if fitted is not None and fitted.taken is not None:
-            bases = (_ExchangesScaled, SavesSlots, base)
     else:
         bases = (_Exchanges, _own_class(optimizer, fitted) or base)
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "_exchanger": exchanger}
@@ -135,8 +127,6 @@ def _own_class(optimizer: Any, fitted: Fitted | None) -> Any:
         return None
     if fitted.arrivals is not None:
         return following(optimizer, fitted.arrivals)
-    if fitted.taken is not None:
-        return taking(optimizer, fitted.taken)
     base = type(optimizer)
     if not isinstance(optimizer, keras.optimizers.Adafactor):
         return None

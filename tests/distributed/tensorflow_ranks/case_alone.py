@@ -62,7 +62,7 @@ def test_momentum_is_not_lost(library: Any, nesterov: bool) -> None:
 def test_a_momentum_is_left_to_the_optimizer(library: Any, kind: str) -> None:
     settings = {"momentum": 0.9} if kind == "SGD" else {}
     two = [getattr(library.optimizers, kind)(0.01, **settings) for _ in range(2)]
-    ours = fit(library, two[0], TopKEF(momentum="optimizer"), epochs=1)
+    ours = fit(library, two[0], TopKEF(momentum="auto"), epochs=1)
     assert same(ours, fit(library, two[1], hvd.Compression.none, epochs=1))
     assert not TopKEF.of(ours.optimizer).active
 
@@ -108,8 +108,6 @@ def test_a_sparse_gradient_is_not_left_out(library: Any, setting: str) -> None:
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 def test_a_momentum_that_stays_the_optimizers_is_that_of_sparse_gradients_too(library: Any) -> None:
     sgd = [library.optimizers.SGD(0.5, momentum=0.9) for _ in range(2)]
-    ours = (
-        Words(library, distributed(library, sgd[0], TopKEF(momentum="optimizer"))).fit().weights()
-    )
+    ours = Words(library, distributed(library, sgd[0], TopKEF(momentum="auto"))).fit().weights()
     expected = Words(library, sgd[1]).fit().weights()
     assert all(np.allclose(a, b) for a, b in zip(ours, expected, strict=True))

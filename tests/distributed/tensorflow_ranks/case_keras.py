@@ -304,7 +304,7 @@ def test_of_names_what_is_not_ours() -> None:
 
 
 def test_a_saved_model_loads_without_horovod(tmp_path: Path) -> None:
-    """That it goes on with Horovod, as if it had not stopped, is in case_tf_taking.py."""
+    """That it goes on with Horovod, as if it had not stopped, is in case_tf_auto.py."""
     model = fit(keras, OPTIMIZERS["momentum"](keras), TopKEF(**EVERYTHING), epochs=1)
     path = tmp_path / "model.keras"
     model.save(path)

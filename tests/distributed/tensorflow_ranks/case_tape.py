@@ -11,7 +11,6 @@ import tensorflow as tf
 from proof import ErrorFeedback, assert_ranks_equal, assert_same_history
 from tapes import FEW, Linear, Perceptron, batch, batch_size, noise, step_of, train
 
-from horovod_topk.tensorflow.traced_schedule import Branch
 from plain import PlainTopKEF as TopKEF
 
 EVERYTHING = {"ratio": 1.0, "min_numel": 0}
@@ -186,10 +185,10 @@ def test_another_number_of_ranks_has_a_function_of_its_own(
     step_of(model, compression)(*batch(0, batch_size(0)))
     (state,) = compression._living_states()
     (cached,), built = state._plans, []
-    monkeypatch.setattr(state, "_build", lambda _, branch, given: built.append(given))
+    monkeypatch.setattr(state, "_build", lambda _, ratio, given: built.append(given))
     for size in (2, 4, 4):
         monkeypatch.setattr(type(state._state.collective), "size", size)
-        state._function(cached, Branch(0.5))(tf.constant(0.0))
+        state._function(cached, 0.5)(tf.constant(0.0))
     assert len(built) == 2
 
 

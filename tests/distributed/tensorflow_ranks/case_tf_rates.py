@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,12 @@ BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 class Run:
     """Variables whose gradients are given, and an optimizer with a schedule."""
 
-    def __init__(
-        self, library: Any, compression: TopKEF, *, graph: bool = False, momentum: float = 0.0
-    ) -> None:
+    def __init__(self, library: Any, compression: TopKEF, *, graph: bool = False) -> None:
         values = (0.1, 0.2, 0.195, 0.19)
         self.schedule = library.optimizers.schedules.PiecewiseConstantDecay([0, 2, 3], values)
         self.variables = [tf.Variable(noise(9, i, shape)) for i, shape in enumerate(SHAPES)]
         self.compression = compression
-        optimizer = library.optimizers.SGD(self.schedule, momentum=momentum)
+        optimizer = library.optimizers.SGD(self.schedule)
         self.optimizer = distributed(library, optimizer, compression)
         self._is_keras_3 = library is keras
         self._apply = tf.function(self._take) if graph else self._take
@@ -108,49 +105,6 @@ def test_with_warm_up_and_momentum_correction(library: Any) -> None:
         for step in range(4):
             run.take(step)
     assert all(map(np.array_equal, *([v.numpy() for v in run.variables] for run in whole)))
-
-
-class Formulas:
-    """Computes the default's update of one variable for all ranks, in NumPy.
-
-    u = m u + g;   a = (lr / lr') e + u;   I = the k largest |a|;   e = a - a[I]
-    u[I] -= 1/2 min(1, |u| / |a|) (lr' / largest lr)^2 u[I];   v -= lr' mean over ranks of a[I]
-    """
-
-    def __init__(self, value: Any, ratio: float, momentum: float) -> None:
-        self.value, self.k, self.m = value.ravel(), math.ceil(ratio * value.size), momentum
-        self.residuals, self.velocities = np.zeros((2, hvd.size(), value.size), np.float32)
-        self.rates: list[float] = []
-
-    def take(self, rate: float, gradients: list[Any]) -> None:
-        self.rates.append(rate)
-        factor, total = self.rates[max(0, len(self.rates) - 2)] / rate, 0.0
-        for e, u, g in zip(self.residuals, self.velocities, gradients, strict=True):
-            u[:] = self.m * u + g.ravel()
-            e[:] = np.float32(factor) * e + u
-            sent = np.argsort(-abs(e), kind="stable")[: self.k]
-            fresh = np.minimum(1, abs(u[sent] / e[sent]))
-            u[sent] *= 1 - 0.5 * fresh * (rate / max(self.rates)) ** 2
-            total += np.bincount(sent, e[sent], len(e)) / hvd.size()
-            e[sent] = 0
-        self.value = self.value - rate * total
-
-
-@pytest.mark.one_in(3)
-@BOTH
-@pytest.mark.parametrize("graph", [False, True], ids=["at once", "in a graph"])
-def test_an_update_of_the_default_is_that_of_its_formulas(library: Any, graph: bool) -> None:
-    settings = {"momentum": "optimizer", "velocity_kept": "auto", "follow_lr": True}
-    run = Run(library, TopKEF(**SPARSE, **settings), graph=graph, momentum=0.9)
-    expected = [Formulas(v.numpy(), SPARSE["ratio"], 0.9) for v in run.variables]
-    for step in range(6):
-        for i, (each, shape) in enumerate(zip(expected, SHAPES, strict=True)):
-            rate = float(run.schedule(step))
-            given = (noise(rank, 10 * step + i, shape) for rank in range(hvd.size()))
-            each.take(rate, [np.asarray(gradient) for gradient in given])
-        run.take(step)
-        for each, variable in zip(expected, run.variables, strict=True):
-            np.testing.assert_allclose(variable.numpy().ravel(), each.value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.one_in(9)
