@@ -53,8 +53,6 @@ def main() -> None:
     parser = harness.arguments(__doc__, steps=600, batch_size=32, lr=0.05)
     harness.add_evaluation(parser, every=20)
     args = harness.parse(parser)
-    if args.momentum == "optimizer":  # a tape knows of no optimizer whose momentum it could take
-        args.momentum = 0.9
 
     harness.check_launcher(hvd)
     hvd.init(process_sets=harness.process_sets(args))
