@@ -15,6 +15,7 @@ from horovod_topk.guard import Guard
 from horovod_topk.ratios import Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
 from horovod_topk.schedules import Schedule
 
+RESIDUALS = ("float32", "bfloat16", "int8", "int4")  # values of `residuals`
 EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")  # values of `exchange`
 OPTIONAL: dict[str, object] = {
     "clip_norm": None,
@@ -30,6 +31,7 @@ OPTIONAL: dict[str, object] = {
     "by_arrivals": None,
     "beta2": None,
     "ratios": None,
+    "residuals": "float32",
 }  # setting -> the value that switches it off
 TAKE_OVER = "optimizer"  # value of `momentum`: take over the optimizer's own momentum
 ADAM, SGD = "adam", "sgd"  # values of `by_arrivals`
@@ -96,6 +98,11 @@ class Settings:
             tensor's name and shape that returns a bool. A value is a ratio or "dense". The first
             key that matches a tensor is used; a pattern that matches no tensor is an error. Tensors
             below `min_numel` are sent whole in any case.
+        residuals: in PyTorch, the format in which residuals are stored between steps, owners' too:
+            "float32" (float64 for float64 gradients), "bfloat16", or "int8" and "int4" with a scale
+            for each block of 128 elements. Each step rounds the new residual once, to nearest, by
+            at most 1/256 of an element with "bfloat16", and with "int8" and "int4" by at most
+            1/253 and 1/13.8 of the largest element of its block.
         name: prefix of the names of the collectives, the same on all ranks. None: derived from the
             tensors and settings.
 
@@ -118,10 +125,12 @@ class Settings:
     by_arrivals: str | None = None  # "adam" or "sgd", if its step depends on arrivals
     beta2: float | None = None  # Adam's second beta, if its step depends on arrivals
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
+    residuals: str = "float32"  # format in which residuals are stored between steps
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
 
     def __post_init__(self) -> None:
         check_choice("exchange", self.exchange, self.exchanges)
+        check_choice("residuals", self.residuals, RESIDUALS)
         _check_min_numel(self.min_numel)
         object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))

@@ -116,6 +116,8 @@ class Encoder(Generic[Array]):
         self._velocities, self._gradients = velocities, correct(gradients, velocities, self._ops)
         pieces = range(len(self._plan.tensors))
         self._own, self._checked = list[list[Array]](), list[list[Array]]()
+        for each in self._arenas:
+            each.widen()
         self._withheld = [codec.withhold(each, self._gradients) for each in self._arenas]
         for own, held in zip(self._arenas, self._withheld, strict=True):
             each = own if held is None else held.lent
@@ -149,6 +151,8 @@ class Encoder(Generic[Array]):
         for held in filter(None, self._withheld):
             codec.keep(held)
         codec.seal([each.plan for each in self._arenas], self._payloads)
+        for each in self._arenas:
+            each.narrow()
 
     def drain(self) -> bool:
         """Wait for announcements that were sent, and drop them.

@@ -322,6 +322,9 @@ class PayloadCodec(Generic[Array]):
         velocities: Velocities[Array] | None = None,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients if the kernel can."""
+        stored = arenas
+        for each in stored:
+            each.widen()
         held = [self.withhold(each, gradients) for each in arenas] if self._most else []
         if held:
             pairs = zip(arenas, held, strict=True)
@@ -354,6 +357,8 @@ class PayloadCodec(Generic[Array]):
             write, stated = self._facts[plan.ordinal]
             for payload in payloads:
                 write(payload, FACTS_AT, stated)
+        for each in stored:
+            each.narrow()
 
     def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
         """Write this rank's facts and measures into the payloads that it has encoded."""
@@ -523,9 +528,9 @@ class PayloadCodec(Generic[Array]):
         The step must not be committed yet. It reads only the elements that were sent, and waits for
         no device.
         """
-        ops, differences = self._ops, list[Array]()
+        ops, differences, candidate = self._ops, list[Array](), arenas.candidate
         for position, each in self._read(arenas.plan, payload, rows=False).items():
-            left = self._slice(arenas.candidate, arenas.plan.tensors[position])
+            left = self._slice(candidate, arenas.plan.tensors[position])
             if each.index is not None:
                 left = ops.take(left, ops.row(each.index, 0))
             whole: Any = left + ops.row(each.values, 0)  # type: ignore[operator]

@@ -26,7 +26,7 @@ from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
-from horovod_topk.core.residual import Arenas, ResidualRegistry, Squares
+from horovod_topk.core.residual import STORED, Arenas, ResidualRegistry, Squares
 from horovod_topk.core.rounds import Whole, is_shared, state_names, state_plan
 from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY
@@ -78,8 +78,9 @@ class Compressor(State[Array]):
         self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
         self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
         codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
-        self.registry = ResidualRegistry(plan, ops, exchange.holders)
-        self.owned = ResidualRegistry(plan, ops, exchange.owned) if exchange.parts else None
+        stored = STORED[plan.config.residuals]
+        self.registry = ResidualRegistry(plan, ops, exchange.holders, stored)
+        self.owned = ResidualRegistry(plan, ops, exchange.owned, stored) if exchange.parts else None
         self.velocity: ResidualRegistry[Array] | None = None
         if plan.config.momentum:
             check_dtypes(plan)

@@ -62,7 +62,10 @@ class Part(Generic[Array]):
         pieces: the stored array of each tensor: one piece, one for each shard, or none where this
             rank keeps nothing.
         released: tensors that have left the plan; their residuals were zero.
+        stored: the kind of `ops.coding` that arrays are stored in; None: the residual's dtype.
     """
+
+    stored: str | None = None
 
     def __init__(self, ops: Ops[Array]) -> None:
         self._ops = ops

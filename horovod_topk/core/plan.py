@@ -17,6 +17,7 @@ from horovod_topk.core import arrivals, payload
 from horovod_topk.core.payload import Layout
 from horovod_topk.errors import ConfigError, DuplicateNameError, UnsupportedDtypeError
 from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Method, Piece, TensorSpec
+from horovod_topk.ops.coding import BLOCK
 
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of float32: large enough to amortise a negotiation
 BUCKET_TENSORS = 8000  # at most, as a header counts 65,535 bytes of measures
@@ -357,13 +358,15 @@ def lay_out(
         leg: see `Codec.piece`.
         config: the method.
         reduction: "average" or "sum".
-        alignment: elements; every part begins at a multiple of it in the arenas.
+        alignment: elements; every part begins at a multiple of it in the arenas, and of a block
+            of residuals that have blocks.
         owners: number of owners that the gradients are split among.
         identity: anything else that readers must have in common; enters the digest.
         part: owner whose shards it carries.
         measures: names of the measures in each payload.
     """
     config = config.narrowed([each.spec.name for each in parts])
+    alignment = max(alignment, BLOCK.get(config.residuals, 1))
     pieces, start = [], 0
     for each in parts:
         pieces.append(replace(config.piece(each, leg), start=start))

@@ -7,22 +7,28 @@ candidate. A step never writes e, so a roll-back is exact to the bit.
 Where learning rates change at every step, e is rescaled at every step, and a separate pass over
 memory would cost half as much as a step's additions. So the factor is stored until e is read, and a
 kernel that can multiply takes e and the factor.
+
+Arenas may store their elements in fewer bits. Then a step decodes e before it encodes a bucket
+(`widen`), and encodes the new residual right after (`narrow`); only the second of these rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from horovod_topk.core.part import Part, Piece, as_row
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.methods import protocol
 from horovod_topk.ops import Ops
+from horovod_topk.ops.coding import BLOCK, SCALE_BYTES, VALUE_BITS, scales, value_bytes
 
-__all__ = ["Arenas", "ResidualRegistry", "Stretch", "as_row", "scaled"]
+__all__ = ["STORED", "Arenas", "NarrowArenas", "ResidualRegistry", "Stretch", "as_row", "scaled"]
 
 Array = TypeVar("Array")
+# Setting `residuals` -> the kind of `ops.coding`; None: the dtype of residuals.
+STORED = {"float32": None, "bfloat16": "bfloat16", "int8": "stable8", "int4": "int4"}
 
 
 @dataclass
@@ -41,6 +47,128 @@ class _Arena(Generic[Array]):
             ops.write_scaled(view, factor, view, False)
         self.factors.clear()
         return self.array
+
+    def unscaled(self) -> tuple[Array, Mapping[tuple[int, int], float]]:
+        """The array, and its factors."""
+        return self.array, self.factors
+
+    def stretch(self, start: int, stop: int, ops: Ops[Array]) -> tuple[Array, float]:
+        """A view of a stretch, and its factor; of what is stored in fewer bits a copy, and 1."""
+        return ops.view(self.array, start, stop), self.factors.get((start, stop), 1.0)
+
+    def scale(self, stretch: tuple[int, int], factor: float, ops: Ops[Array]) -> None:
+        """Multiply a stretch, when it is next read."""
+        if stretch in self.factors:
+            self.rescaled(ops)
+        self.factors[stretch] = factor
+
+    def read(self, start: int, stop: int, ops: Ops[Array]) -> Array:
+        """A stretch: a view, or a copy if it is stored in fewer bits."""
+        return ops.view(self.rescaled(ops), start, stop)
+
+    def write(self, start: int, stop: int, source: Array, ops: Ops[Array]) -> None:
+        """Replace a stretch."""
+        ops.assign(self.read(start, stop, ops), source)
+
+    def copy(self, start: int, stop: int, other: Self, ops: Ops[Array]) -> None:
+        """Replace a stretch by that of another arena, to the bit."""
+        self.write(start, stop, other.read(start, stop, ops), ops)
+
+    def split(self, plan: BucketPlan, ops: Ops[Array]) -> Sequence[Array]:
+        """Each tensor's stretch."""
+        array = self.rescaled(ops)
+        if not self.views:
+            self.views += [ops.view(array, t.start, t.stop) for t in plan.tensors]
+        return self.views
+
+
+class _Narrow(_Arena[Array]):
+    """An arena in fewer bits: `array` has its bytes, which factors never change.
+
+    Tensors begin at multiples of a block, so that no block has elements of two tensors.
+
+    Attributes:
+        wide: its elements, while a step encodes; else None.
+    """
+
+    def __init__(self, plan: BucketPlan, kind: str, ops: Ops[Array]) -> None:
+        super().__init__(ops.zeros(value_bytes(kind, plan.numel), "uint8", plan.device))
+        self._numel, self._kind, self._ops = plan.numel, kind, ops
+        self._dtype, self._device = plan.residual_dtype, plan.device
+        self.wide: Array | None = None
+
+    def open(self) -> None:
+        """Set `wide` to zeros, for a step to write."""
+        self.wide = self._ops.zeros(self._numel, self._dtype, self._device)
+
+    def rescaled(self, ops: Ops[Array] | None) -> Array:
+        """All elements, times their factors."""
+        if self.wide is not None:
+            return self.wide
+        whole, ops = self._decoded(self.array, self._numel), self._ops
+        for stretch, factor in self.factors.items():
+            view = ops.view(whole, *stretch)
+            ops.write_scaled(view, factor, view, False)
+        return whole
+
+    def store(self) -> None:
+        """Encode `wide`, which a step has written."""
+        if self.wide is not None:
+            self.array, self.wide = self._ops.pack_values(self.wide, self._kind), None
+            self.factors.clear()
+
+    def unscaled(self) -> tuple[Array, Mapping[tuple[int, int], float]]:
+        return self.rescaled(None), {}
+
+    def stretch(self, start: int, stop: int, ops: Ops[Array]) -> tuple[Array, float]:
+        return self.read(start, stop, ops), 1.0
+
+    def scale(self, stretch: tuple[int, int], factor: float, ops: Ops[Array]) -> None:
+        self.wide = None
+        self.factors[stretch] = self.factors.get(stretch, 1.0) * factor
+
+    def read(self, start: int, stop: int, ops: Ops[Array]) -> Array:
+        if self.wide is not None or start == stop:
+            return ops.view(self.rescaled(ops), start, stop)
+        parts = [ops.view(self.array, *span) for span in self._spans(start, stop)]
+        values = self._decoded(ops.joined(parts), stop - start)
+        ops.write_scaled(values, self.factors.get((start, stop), 1.0), values, False)
+        return values
+
+    def write(self, start: int, stop: int, source: Array, ops: Ops[Array]) -> None:
+        if start == stop:
+            return
+        self.wide, at = None, 0
+        here = ops.zeros(stop - start, self._dtype, self._device)
+        ops.assign(here, source)
+        data = ops.pack_values(here, self._kind)
+        for begin, end in self._spans(start, stop):
+            ops.assign(ops.view(self.array, begin, end), ops.view(data, at, at + end - begin))
+            at += end - begin
+        self.factors.pop((start, stop), None)
+
+    def copy(self, start: int, stop: int, other: Self, ops: Ops[Array]) -> None:
+        self.wide = None
+        for span in self._spans(start, stop):
+            ops.assign(ops.view(self.array, *span), ops.view(other.array, *span))
+        self.factors.pop((start, stop), None)
+        if (start, stop) in other.factors:
+            self.factors[start, stop] = other.factors[start, stop]
+
+    def split(self, plan: BucketPlan, ops: Ops[Array]) -> Sequence[Array]:
+        whole = self.rescaled(ops)
+        return [ops.view(whole, t.start, t.stop) for t in plan.tensors]
+
+    def _decoded(self, data: Array, count: int) -> Array:
+        rows = self._ops.unpack_values(as_row(self._ops, data), count, self._kind, self._dtype)
+        return self._ops.row(rows, 0)
+
+    def _spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The bytes of a tensor's elements: those of its scales, and those of its values."""
+        block, width = BLOCK.get(self._kind, 1), VALUE_BITS[self._kind]
+        at = SCALE_BYTES * scales(self._kind, self._numel)
+        ends = [SCALE_BYTES * (start // block), SCALE_BYTES * -(-stop // block)] if at else [0, 0]
+        return [(ends[0], ends[1]), (at + start * width // 8, at + -(-stop * width // 8))]
 
 
 class Arenas(Generic[Array]):
@@ -66,12 +194,16 @@ class Arenas(Generic[Array]):
         """The residual if the step commits; after a commit, the residual before it."""
         return self._candidate.rescaled(self._verbs)
 
+    def widen(self) -> None:
+        """Decode the residual, before it is read and the candidate is written."""
+
+    def narrow(self) -> None:
+        """Encode the candidate, once it is written."""
+
     def rescale(self, start: int, stop: int, factor: float, ops: Ops[Array]) -> None:
         """Multiply a stretch of the residual, when it is next read."""
-        self._verbs, waiting = ops, self._residual.factors
-        if (start, stop) in waiting:
-            self._residual.rescaled(ops)
-        waiting[start, stop] = factor
+        self._verbs = ops
+        self._residual.scale((start, stop), factor, ops)
 
     def unscaled(self) -> tuple[Array, Array, list[float]]:
         """Residual, candidate and the factors of the residual's tensors that are not applied yet.
@@ -80,30 +212,32 @@ class Arenas(Generic[Array]):
         empty if all are 1.
         """
         self._candidate.factors.clear()
-        waiting = self._residual.factors
+        residual, waiting = self._residual.unscaled()
         factors = [waiting.get((t.start, t.stop), 1.0) for t in self.plan.tensors if waiting]
-        return self._residual.array, self._candidate.array, factors
+        return residual, self._candidate.unscaled()[0], factors
 
     def stretch(self, start: int, stop: int, ops: Ops[Array]) -> tuple[Array, float]:
         """A view of one tensor's residual, and the factor that it is still to be multiplied by."""
-        factor = self._residual.factors.get((start, stop), 1.0)
-        return ops.view(self._residual.array, start, stop), factor
+        return self._residual.stretch(start, stop, ops)
+
+    def read(self, start: int, stop: int, ops: Ops[Array]) -> Array:
+        """One tensor's residual: a view, or a copy if it is stored in fewer bits."""
+        return self._residual.read(start, stop, ops)
+
+    def write(self, start: int, stop: int, source: Array, ops: Ops[Array]) -> None:
+        """Replace one tensor's residual."""
+        self._residual.write(start, stop, source, ops)
 
     def views(self, ops: Ops[Array], *, candidate: bool = False) -> Sequence[Array]:
         """Return each tensor's view of the residual, or of the candidate."""
-        arena = self._candidate if candidate else self._residual
-        array = arena.rescaled(self._verbs)
-        if not arena.views:
-            arena.views += [ops.view(array, t.start, t.stop) for t in self.plan.tensors]
-        return arena.views
+        return (self._candidate if candidate else self._residual).split(self.plan, ops)
 
     def set_aside(self, names: Collection[str], ops: Ops[Array]) -> None:
         """Replace the residuals of some tensors, by name, by zeros until `put_back`."""
         for start, stop in self._stretches(names):
-            view = ops.view(self.residual, start, stop)
-            self.aside[start, stop] = ops.clone(view)
+            self.aside[start, stop] = ops.clone(self.read(start, stop, ops))
             nothing = ops.zeros(stop - start, self.plan.residual_dtype, self.plan.device)
-            ops.assign(view, nothing)
+            self.write(start, stop, nothing, ops)
 
     def put_back(self, names: Collection[str], ops: Ops[Array]) -> None:
         """Restore the residuals that `set_aside` has replaced by zeros.
@@ -113,16 +247,15 @@ class Arenas(Generic[Array]):
         both = set(self._stretches(names)) if self.aside else set()
         for (start, stop), residual in self.aside.items():
             if (start, stop) in both:
-                candidate: Any = ops.view(self.candidate, start, stop)
-                ops.assign(candidate, candidate + residual)
-            ops.assign(ops.view(self.residual, start, stop), residual)
+                candidate: Any = self._candidate.read(start, stop, ops)
+                self._candidate.write(start, stop, candidate + residual, ops)
+            self.write(start, stop, residual, ops)
         self.aside.clear()
 
     def keep(self, names: Collection[str], ops: Ops[Array]) -> None:
         """Make the residuals of some tensors, by name, their candidates, before `swap`."""
         for start, stop in self._stretches(names):
-            before = ops.view(self.residual, start, stop)
-            ops.assign(ops.view(self.candidate, start, stop), before)
+            self._candidate.copy(start, stop, self._residual, ops)
 
     def _stretches(self, names: Collection[str]) -> list[tuple[int, int]]:
         """Start and stop in the arena of each of these tensors that has elements."""
@@ -131,6 +264,35 @@ class Arenas(Generic[Array]):
     def swap(self) -> None:
         """Make the candidate the residual."""
         self._residual, self._candidate = self._candidate, self._residual
+
+
+class NarrowArenas(Arenas[Array]):
+    """Arenas that store their elements in fewer bits, in a `coding` of values.
+
+    Args:
+        plan: the bucket.
+        kind: the coding.
+        ops: operations on the arrays.
+    """
+
+    _residual: _Narrow[Array]
+    _candidate: _Narrow[Array]
+
+    def __init__(self, plan: BucketPlan, kind: str, ops: Ops[Array]) -> None:
+        residual, candidate = _Narrow(plan, kind, ops), _Narrow(plan, kind, ops)
+        super().__init__(plan, residual.array, candidate.array)
+        self._residual, self._candidate = residual, candidate
+
+    def widen(self) -> None:
+        """`Arenas.widen`."""
+        self._residual.wide = None  # of a step that has ended by an error
+        self._residual.wide = self._residual.rescaled(None)
+        self._candidate.open()
+
+    def narrow(self) -> None:
+        """`Arenas.narrow`."""
+        self._candidate.store()
+        self._residual.wide = None
 
 
 @dataclass(frozen=True)
@@ -174,14 +336,17 @@ class Stretch(Generic[Array]):
 
     def read(self) -> Array:
         """`Piece.read`: a view."""
-        start, stop = self.tensor.start, self.tensor.stop
-        if (start, stop) in self.arenas.aside:
-            return self.arenas.aside[start, stop]
-        return self.ops.view(self.arenas.residual, start, stop)
+        place = self.tensor.start, self.tensor.stop
+        aside = self.arenas.aside.get(place)
+        return self.arenas.read(*place, self.ops) if aside is None else aside
 
     def write(self, source: Array) -> None:
         """`Piece.write`."""
-        self.ops.assign(self.read(), source)
+        place = self.tensor.start, self.tensor.stop
+        if place in self.arenas.aside:
+            self.ops.assign(self.arenas.aside[place], source)
+        else:
+            self.arenas.write(*place, source, self.ops)
 
 
 class ResidualRegistry(Part[Array]):
@@ -192,6 +357,7 @@ class ResidualRegistry(Part[Array]):
         ops: operations on the arenas.
         holders: returns the plans whose arenas together hold a bucket's residuals: the bucket
             itself, one plan for each shard, or none where a rank keeps no residuals.
+        stored: `Part.stored`; the plan's tensors have to begin at multiples of its block.
     """
 
     def __init__(
@@ -199,8 +365,10 @@ class ResidualRegistry(Part[Array]):
         plan: Plan,
         ops: Ops[Array],
         holders: Callable[[BucketPlan], Sequence[BucketPlan]] = lambda bucket: (bucket,),
+        stored: str | None = None,
     ) -> None:
         super().__init__(ops)
+        self.stored = stored
         self._holders = holders
         self._arenas: dict[int, list[Arenas[Array]]] = {}
         self._take_on(plan)
@@ -221,8 +389,7 @@ class ResidualRegistry(Part[Array]):
 
     def scale(self, factor: float) -> None:
         """Multiply every residual."""
-        for arenas in self.all_arenas():
-            self._ops.write_scaled(arenas.residual, factor, arenas.residual, False)
+        self.rescale(dict.fromkeys(self.specs, factor))
 
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply the residuals of some tensors, by name, when they are next read."""
@@ -275,6 +442,8 @@ class ResidualRegistry(Part[Array]):
         self.pieces = {**pieces}
 
     def _allocate(self, plan: BucketPlan) -> Arenas[Array]:
+        if self.stored is not None and plan.numel:
+            return NarrowArenas(plan, self.stored, self._ops)
         size = (plan.numel, plan.residual_dtype, plan.device)
         return Arenas(plan, self._ops.zeros(*size), self._ops.zeros(*size))
 

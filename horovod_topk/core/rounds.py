@@ -130,6 +130,7 @@ class ReducedBucket(Generic[Array]):
         ops, arenas = self._ops, self._arenas
         self._name, self._flags, self._works = name, None, []
         gradients = correct(gradients, velocities, ops)
+        arenas.widen()
         self._withheld = self._codec.withhold(arenas, gradients)
         if self._withheld is not None:
             arenas = self._withheld.lent
@@ -195,6 +196,7 @@ class ReducedBucket(Generic[Array]):
             self._follow(piece, work)
         if self._withheld is not None:
             self._codec.keep(self._withheld)
+        self._arenas.narrow()
         return flags
 
     def swap(self) -> None:

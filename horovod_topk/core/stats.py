@@ -9,9 +9,10 @@ from typing import Any
 
 from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.part import Part
-from horovod_topk.core.plan import RESIDUAL_DTYPE, WIDTH, Plan
+from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan
 from horovod_topk.core.residual import Squares
 from horovod_topk.core.stats_table import lines
+from horovod_topk.ops.coding import value_bytes
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,13 @@ class Sample:
 
 def memory_of(parts: Iterable[Part[Any]], exchange: Exchange[Any], plan: Plan) -> int:
     """Bytes of memory for a rank's state and payloads: each part of the state has two arrays."""
-    elements = (
-        sum(piece.numel for piece in pieces) * WIDTH[RESIDUAL_DTYPE[part.specs[name].dtype]]
+    stored = (
+        value_bytes(part.stored or RESIDUAL_DTYPE[part.specs[name].dtype], piece.numel)
         for part in parts
         for name, pieces in part.pieces.items()
+        for piece in pieces
     )
-    return 2 * sum(elements) + exchange.buffer_bytes(plan)
+    return 2 * sum(stored) + exchange.buffer_bytes(plan)
 
 
 def measured(squares: Squares) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def planned(plan: Plan, exchange: Exchange[Any]) -> Stats:
         because=exchange.because,
         nodes=exchange.nodes.sizes if exchange.nodes is not None else (),
         buckets=len(plan.buckets),
-        elements=sum(bucket.numel for bucket in plan.buckets),
+        elements=sum(tensor.numel for tensor in plan.tensors()),
         momentum=plan.config.momentum,
         ratios=plan.own_ratios(),
         **asdict(exchange.traffic(plan)),

@@ -3,6 +3,7 @@
 Kinds of values: float64, float32, float16 and bfloat16, and the following with a scale per block:
 
     int8, int4      j times the block's scale, -largest <= j <= largest
+    stable8         int8 with a slightly smaller scale: encoding what is decoded changes nothing
     sign            plus or minus the block's scale
 
 Kinds of indices: int16 and int32, stored unsigned, and `packed`: the quasi-succinct code of Elias
@@ -22,11 +23,15 @@ VALUE_BITS = {
     "float16": 16,
     "bfloat16": 16,
     "int8": 8,
+    "stable8": 8,
     "int4": 4,
     "sign": 1,
 }
-BLOCK = {"int8": 128, "int4": 128, "sign": 1024}  # values that share a scale
-LARGEST = {"int8": 127, "int4": 7}  # largest multiple of a scale
+BLOCK = {"int8": 128, "stable8": 128, "int4": 128, "sign": 1024}  # values that share a scale
+LARGEST = {"int8": 127, "stable8": 127, "int4": 7}  # largest multiple of a scale
+# What a block's largest magnitude is divided by for the scale. Rounded up to a bfloat16, scales are
+# up to 1/128 larger: with 127 the largest multiple may be 126, which has a smaller scale itself.
+DIVISOR = {"int8": 127.0, "stable8": 127.4921875, "int4": 7.0}
 SCALE_BYTES = 2  # a scale is a bfloat16
 LIMIT = 2.0**127  # values with a scale saturate here, so that no multiple overflows float32
 UNIT = 65536  # for exact sums, magnitudes are multiples of largest / 65536

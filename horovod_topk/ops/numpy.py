@@ -397,7 +397,7 @@ def _coded(block: Array, kind: str) -> tuple[int, Array]:
         mean = unit * (total / (coding.UNIT * block.size))
         return int(_nearest(np.array(mean, np.float32))), (block < 0).astype(np.int64)
     most = coding.LARGEST[kind]
-    bits = _above(largest / np.float32(most))
+    bits = _above(largest / np.float32(coding.DIVISOR[kind]))
     multiple = np.clip(np.rint(block / (_scale(bits) or np.float32(1))), -most, most)
     return bits, multiple.astype(np.int64)
 

@@ -406,8 +406,10 @@ class Ops(Protocol[Array]):
         replace non-finite values by 0, saturate at `coding.LIMIT`, compute in float32, and have
         blocks, with m the largest magnitude of a block:
 
-            int8, int4   scale = the least bfloat16 >= m / L, with L = `coding.LARGEST`, and
-                         j = value / scale, rounded to even, within -L ... L; 0 if the scale is 0
+            int8, int4, stable8
+                         scale = the least bfloat16 >= m / D, with D = `coding.DIVISOR`, and
+                         j = value / scale, rounded to even, within -L ... L, with
+                         L = `coding.LARGEST`; 0 if the scale is 0
             sign         scale = the mean magnitude, rounded to float32 and then bfloat16, from
                          magnitudes rounded down to multiples of u / 65536, with u the least
                          bfloat16 >= m

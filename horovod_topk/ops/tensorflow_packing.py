@@ -29,7 +29,9 @@ def pack_values(values: Tensor, kind: str) -> Tensor:
         scale = _nearest_scale(_mean_magnitude(parts, largest, count))
         body = _packed_bits(limited < 0)
     else:
-        scale = _scale_above(largest / coding.LARGEST[kind])
+        # A graph multiplies by 1 / a number, which float64 rounds too little to matter.
+        exact = tf.cast(largest, tf.float64) / coding.DIVISOR[kind]
+        scale = _scale_above(tf.cast(exact, tf.float32))
         body = _packed_multiples(parts, _widened(scale), kind)
     size = -(-count * coding.VALUE_BITS[kind] // 8)
     return tf.concat([_as_bytes(tf.cast(scale, tf.uint16)), body[:size]], 0)
@@ -190,7 +192,7 @@ def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
     divisor = tf.where(scale > 0, scale, tf.ones_like(scale))[:, tf.newaxis]
     rounded = tf.clip_by_value(tf.round(blocks / divisor), -most, most)
     multiple = tf.cast(tf.reshape(rounded, [-1]), tf.int32)
-    if kind == "int8":
+    if coding.VALUE_BITS[kind] == 8:
         return tf.cast(multiple & 0xFF, tf.uint8)
     half = tf.reshape(multiple & 0xF, [-1, 2])
     return tf.cast(half[:, 0] | tf.bitwise.left_shift(half[:, 1], 4), tf.uint8)
@@ -198,7 +200,7 @@ def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
 
 def _multiples(rows: Tensor, count: int, kind: str) -> Tensor:
     """Decode the multiple of the scale for each value: [P, count] float32."""
-    if kind == "int8":
+    if coding.VALUE_BITS[kind] == 8:
         return tf.cast(tf.bitcast(rows, tf.int8), tf.float32)
     if kind == "sign":
         return 1.0 - 2.0 * tf.cast(_bits(rows)[:, :count], tf.float32)

@@ -32,8 +32,8 @@ def pack_values(values: Tensor, kind: str) -> Tensor:
         scale = _nearest_scale(_mean_magnitude(parts, largest, count))
         body = _packed_bits(limited < 0)
     else:
-        most = largest.new_full([1], coding.LARGEST[kind])  # torch multiplies by 1 / a number
-        scale = _scale_above(largest / most)
+        divisor = largest.new_full([1], coding.DIVISOR[kind])  # torch multiplies by 1 / a number
+        scale = _scale_above(largest / divisor)
         body = _packed_multiples(parts, _widened(scale), kind)
     return torch.cat([_as_bytes(scale), body[: -(-count * coding.VALUE_BITS[kind] // 8)]])
 
@@ -178,7 +178,7 @@ def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
     most = coding.LARGEST[kind]
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale))[:, None]
     multiple = (blocks / divisor).round().clamp(-most, most).reshape(-1).to(torch.int8)
-    if kind == "int8":
+    if coding.VALUE_BITS[kind] == 8:
         return multiple.view(torch.uint8)
     half = (multiple & 0xF).view(torch.uint8).view(-1, 2)
     return half[:, 0] | half[:, 1] << 4
@@ -186,7 +186,7 @@ def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
 
 def _multiples(rows: Tensor, count: int, kind: str) -> Tensor:
     """Decode the multiple of the scale for each value: [P, count] float32."""
-    if kind == "int8":
+    if coding.VALUE_BITS[kind] == 8:
         return _fresh(rows).view(torch.int8).float()
     if kind == "sign":
         return 1.0 - 2.0 * _bits(rows)[:, :count].float()

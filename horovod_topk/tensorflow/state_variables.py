@@ -117,6 +117,12 @@ class VariableState(State[Array]):
                 f"probe_every={config.probe_every} was given, and TensorFlow has no probe",
                 cure="Leave probe_every= out, or probe in PyTorch",
             )
+        if config.residuals != "float32":
+            raise ConfigError(
+                f"residuals={config.residuals!r} was given, and TensorFlow keeps residuals in "
+                "float32",
+                cure="Leave residuals= out, or train in PyTorch",
+            )
         if config.guard is not None and config.guard.slower is not None:
             raise ConfigError(
                 f"guard= has slower={config.guard.slower}, and TensorFlow's graphs take no trials",

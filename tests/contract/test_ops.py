@@ -28,7 +28,7 @@ from horovod_topk.ops.philox import Stream, philox
 
 WIDE = ("float32", "float64")  # of residuals and candidates
 INTEGERS = ("int16", "int32", "int64", "uint8")
-SCALED = ("int8", "int4", "sign")  # kinds of values with one scale a block
+SCALED = ("int8", "stable8", "int4", "sign")  # kinds of values with one scale a block
 INDICES = ("int16", "int32", "packed")
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e-45, 65504.0, 65519.9, 65520.0, 1e30, math.inf, math.nan)
 
@@ -670,9 +670,9 @@ def limited(value: Any) -> Any:
     return np.float32(min(max(finite, -(2.0**127)), 2.0**127))
 
 
-def multiples(block: list[Any], most: int) -> tuple[int, list[int]]:
+def multiples(block: list[Any], most: int, divisor: float) -> tuple[int, list[int]]:
     """Bits of a block's scale, and how many of it each value is."""
-    bits = bfloat16_above(max(map(abs, block)) / np.float32(most))
+    bits = bfloat16_above(max(map(abs, block)) / np.float32(divisor))
     scale = float_of(bits << 16)
     near = [round(float(value / scale)) if scale else 0 for value in block]
     return bits, [min(max(j, -most), most) for j in near]
@@ -694,10 +694,15 @@ def number(digits: list[int], width: int) -> bytes:
 
 def packed(values: Array, kind: str) -> bytes:
     """What the docstring of `Ops.pack_values` says of kinds with scales, element by element."""
-    size, width, most = {"int8": (128, 8, 127), "int4": (128, 4, 7), "sign": (1024, 1, 0)}[kind]
+    size, width, most, divisor = {
+        "int8": (128, 8, 127, 127.0),
+        "stable8": (128, 8, 127, 127.4921875),
+        "int4": (128, 4, 7, 7.0),
+        "sign": (1024, 1, 0, 0.0),
+    }[kind]
     every = [limited(value) for value in values]
     blocks = [every[at : at + size] for at in range(0, len(every), size)]
-    coded = [multiples(block, most) if most else signs(block) for block in blocks]
+    coded = [multiples(block, most, divisor) if most else signs(block) for block in blocks]
     digits = [digit for _, each in coded for digit in each]
     return b"".join(struct.pack("<H", bits) for bits, _ in coded) + number(digits, width)
 
@@ -829,7 +834,9 @@ def test_blocks_at_the_limits(
 
 @each_way
 @pytest.mark.parametrize("wide", WIDE)
-@pytest.mark.parametrize(("kind", "most"), [("int8", 127), ("int4", 7), ("sign", 1)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("int8", 127), ("stable8", 127), ("int4", 7), ("sign", 1)]
+)
 @given(data=st.data())
 def test_multiples_of_a_scale_come_back(
     backend: Backend, wide: str, kind: str, most: int, data: st.DataObject
@@ -842,6 +849,19 @@ def test_multiples_of_a_scale_come_back(
     values *= rng.choice([-1, 1], count) * 2.0 ** data.draw(st.integers(-80, 80))
     sent = pack(backend, values, kind, wide)
     assert np.array_equal(unpack(backend, [sent], count, kind, wide), [values])
+
+
+@each_way
+@pytest.mark.parametrize("kind", ["bfloat16", "stable8", "int4"])
+def test_encoding_what_is_decoded_changes_nothing(backend: Backend, kind: str) -> None:
+    """For any largest element of a block: here next to every scale's edges."""
+    edges = np.arange(1, 2, 2**-8, np.float32)[:, None] * coding.DIVISOR.get(kind, 1.0)
+    largest = (edges * np.array([1 - 1e-6, 1, 1 + 1e-6])).reshape(-1, 1)
+    values = largest * np.random.default_rng(0).uniform(-1, 1, (largest.size, 128))
+    values[:, :1] = largest
+    sent = pack(backend, values.ravel(), kind)
+    read = unpack(backend, [sent], values.size, kind, "float32")[0]
+    assert pack(backend, read, kind) == sent
 
 
 @each_way
@@ -867,7 +887,7 @@ def read_values(row: bytes, count: int, kind: str) -> Array:
     """Values as `core.payload` has them, one after the other."""
     if kind not in SCALED:
         return as_values(row, kind)
-    block, width = {"int8": (128, 8), "int4": (128, 4), "sign": (1024, 1)}[kind]
+    block, width = coding.BLOCK[kind], coding.VALUE_BITS[kind]
     at = 2 * -(-count // block)
     scales, body = as_values(row[:at], "bfloat16"), int.from_bytes(row[at:], "little")
     digits = [body >> width * i & (1 << width) - 1 for i in range(count)]

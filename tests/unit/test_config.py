@@ -45,6 +45,7 @@ def test_the_defaults() -> None:
         "by_arrivals": None,
         "beta2": None,
         "ratios": None,
+        "residuals": "float32",
         "name": None,
     }
 
@@ -74,7 +75,7 @@ def test_settings_are_frozen_and_compare_by_value() -> None:
 def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopK)]
     optional = {"momentum": 0.5, "nesterov": True, "velocity_kept": 0.5, "taken_over": True}
-    optional |= {"follow_lr": True, "ratios": (("w", 1.0),)}
+    optional |= {"follow_lr": True, "ratios": (("w", 1.0),), "residuals": "int8"}
     optional |= {
         "guard": Guard(),
         "schedule": ByGradient(),

@@ -82,6 +82,12 @@ def test_trials_by_the_clock_are_refused() -> None:
         run.take(0)
 
 
+def test_narrow_residuals_are_refused() -> None:
+    run = Run(TopKEF(**SPARSE, residuals="int8"), graph=False)
+    with pytest.raises(ConfigError, match=r"residuals='int8' .* in float32\. Leave residuals= out"):
+        run.take(0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 def test_fit(library: Any) -> None:
