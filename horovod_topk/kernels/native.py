@@ -105,6 +105,8 @@ def _declare(library: Library) -> None:
             *[address, number, ctypes.c_int, ctypes.c_float, ctypes.c_float],
             *[address, address, ctypes.c_int],
         ],
+        "topkef_pack_values": [address, number, *[ctypes.c_int] * 2, address, *[ctypes.c_int] * 2],
+        "topkef_unpack_values": [address, number, ctypes.c_int, address, *[ctypes.c_int] * 2],
         "topkef_random_bits": [address, number, ctypes.c_int, address],
         "topkef_product": [
             *[address] * 2,
@@ -131,7 +133,15 @@ def _declare(library: Library) -> None:
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
     silent = "take", "subtract_at", "place", "random_index", "random_bits", "product", "orthonormal"
-    later = "update_velocity", "moments", "pack_ternary", "follow", "lost"
+    later = (
+        "pack_values",
+        "unpack_values",
+        "update_velocity",
+        "moments",
+        "pack_ternary",
+        "follow",
+        "lost",
+    )
     prepared = "prepare_moment", "prepare_buffer", "restore_buffer"
     for name in (*silent, *later, *prepared):
         getattr(library, f"topkef_{name}").restype = None

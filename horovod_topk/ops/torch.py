@@ -45,6 +45,7 @@ DTYPES = {
 CODES = {DTYPES[name]: code for code, name in enumerate(("float16", "bfloat16", "float32"))}
 CODES[torch.float64] = 3  # its code in a recipe
 WIDE = (torch.float32, torch.float64)
+STORED_CODES = {"bfloat16": 2, "int8": 3, "stable8": 3, "int4": 4}  # kinds in a recipe
 _SAMPLE = 1 << 14  # elements sampled to estimate a threshold; smaller tensors need none
 
 
@@ -298,10 +299,25 @@ class TorchOps(FactorVerbs):
         return array.to(getattr(torch, dtype))
 
     def pack_values(self, values: Tensor, kind: str) -> Tensor:
-        return packing.pack_values(values, kind)
+        library = self._library(values.device.type) if values.dtype in WIDE else None
+        if library is None or kind not in STORED_CODES or not values.is_contiguous():
+            return packing.pack_values(values, kind)
+        count, size = values.numel(), (values.element_size(), torch.get_num_threads())
+        out = torch.empty(coding.value_bytes(kind, count), dtype=torch.uint8)
+        code = STORED_CODES[kind], kind == "stable8"
+        library.topkef_pack_values(values.data_ptr(), count, *code, out.data_ptr(), *size)
+        return out
 
     def unpack_values(self, rows: Tensor, count: int, kind: str, dtype: str) -> Tensor:
-        return packing.unpack_values(rows, count, kind, DTYPES[dtype])
+        is_one = len(rows) == 1 and kind in STORED_CODES and DTYPES[dtype] in WIDE
+        library = self._library(rows.device.type) if is_one and rows.is_contiguous() else None
+        if library is None:
+            return packing.unpack_values(rows, count, kind, DTYPES[dtype])
+        out = torch.empty(1, count, dtype=DTYPES[dtype])
+        size = out.element_size(), torch.get_num_threads()
+        code = STORED_CODES[kind]
+        library.topkef_unpack_values(rows.data_ptr(), count, code, out.data_ptr(), *size)
+        return out
 
     def are_scales(self, rows: Tensor) -> Tensor:
         return (rows.isfinite() & (rows >= 0)).all(1)

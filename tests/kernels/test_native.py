@@ -711,3 +711,23 @@ def test_products_are_added_in_order(isa: str, dtype: str, threads: int) -> None
             place = out.ctypes.data, out.itemsize, threads
             FOUND.library.topkef_product(*factors, 0.3, subtracts, *place)
             assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "stable8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_values_are_packed_and_read_as_by_the_oracle(isa: str, kind: str, dtype: str) -> None:
+    """Across blocks and chunks, with values of any size; other than NaN also as bfloat16."""
+    ops, oracle = TorchOps(), NumpyOps()
+    for count in (1, 127, 128, 131, 9001):
+        values = (RNG.standard_normal(count) ** 5).astype(dtype)
+        values[RNG.integers(0, count, 4)] = -0.0, 1e-40, 3e38, -np.inf
+        values[RNG.integers(0, count)] = 0.0 if kind == "bfloat16" else np.nan
+        with np.errstate(all="ignore"):
+            expected = oracle.pack_values(values, kind)
+        packed = ops.pack_values(torch.from_numpy(values), kind)
+        assert packed.numpy().tobytes() == expected.tobytes()
+        read = ops.unpack_values(packed[None], count, kind, dtype)
+        assert (
+            read.numpy().tobytes()
+            == oracle.unpack_values(expected[None], count, kind, dtype).tobytes()
+        )

@@ -621,6 +621,29 @@ void topkef_pack_ternary(const void *values, int64_t count, int width, float lim
   });
 }
 
+void topkef_pack_values(const void *values, int64_t count, int kind, int is_stable, uint8_t *out, int width,
+                        int threads) {
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  Format format;
+  format.is_stable = is_stable;
+  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
+    KeepDenormals keep;
+    alignas(64) double errors[PACE];
+    for (int64_t at = i * CHUNK, to = std::min(count, at + CHUNK); at < to; at += PACE)
+      passes->pack[kind](static_cast<const uint8_t *>(values) + at * width,
+                         {at, std::min(PACE, to - at), count}, out, errors, format);
+  });
+}
+
+void topkef_unpack_values(const uint8_t *data, int64_t count, int kind, void *out, int width, int threads) {
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
+    KeepDenormals keep;
+    const int64_t at = i * CHUNK;
+    passes->unpack[kind](data, {at, std::min(CHUNK, count - at), count}, static_cast<uint8_t *>(out) + at * width);
+  });
+}
+
 void topkef_random_bits(const int64_t *key, int64_t count, int bits, int64_t *out) {
   constexpr int64_t SOME = 256;  // blocks of random numbers
   const Passes *passes = fastest_passes();

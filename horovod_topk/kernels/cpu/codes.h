@@ -141,9 +141,10 @@ inline void multiples(const float *block, const R *values, int64_t count, float 
 }
 
 template <class R, int kind>
-bool pack_multiples(const void *from, Span span, uint8_t *data, void *left, const topkef::Format &) {
+bool pack_multiples(const void *from, Span span, uint8_t *data, void *left, const topkef::Format &format) {
   constexpr int64_t BLOCKED = 128;
   constexpr float MOST = kind == topkef::INT8 ? 127.0f : 7.0f;
+  const float divisor = format.is_stable ? 127.4921875f : MOST;
   auto values = static_cast<const R *>(from);
   auto rest = static_cast<R *>(left);
   auto scales = reinterpret_cast<Brain *>(data);
@@ -154,7 +155,7 @@ bool pack_multiples(const void *from, Span span, uint8_t *data, void *left, cons
     float block[BLOCKED];
     int8_t multiple[BLOCKED + 1];
     for (int64_t i = 0; i < count; ++i) block[i] = limited(values[at + i]);
-    Brain scale = scale_above(largest_of(block, count) / MOST);
+    Brain scale = scale_above(largest_of(block, count) / divisor);
     multiples(block, values + at, count, MOST, scale, multiple, rest + at);
     multiple[count] = 0;
     int64_t entry = span.first + at;
@@ -167,6 +168,33 @@ bool pack_multiples(const void *from, Span span, uint8_t *data, void *left, cons
     }
   }
   return finite;
+}
+
+template <class R>
+void unpack_short(const uint8_t *data, Span span, void *values) {
+  const Plain<R, Brain> reader(data, span.total);
+  for (int64_t i = 0; i < span.count; ++i) store(static_cast<R *>(values), i, reader.at(span.first + i));
+}
+
+template <class R, int kind>
+void unpack_multiples(const uint8_t *data, Span span, void *values) {
+  constexpr int64_t BLOCKED = 128;
+  const Multiple<R, kind> reader(data, span.total);
+  for (int64_t at = 0; at < span.count; at += BLOCKED) {
+    const int64_t first = span.first + at, count = span.count - at < BLOCKED ? span.count - at : BLOCKED;
+    const float scale = scale_at(reader.scales, first / BLOCKED);
+    const uint8_t *body = reader.body + (kind == topkef::INT8 ? first : first / 2);
+    int8_t multiple[BLOCKED];
+    if (kind == topkef::INT8)
+      memcpy(multiple, body, (size_t)count);
+    else
+      for (int64_t i = 0; i < (count + 1) / 2; ++i) {
+        multiple[2 * i] = (int8_t)((body[i] & 15 ^ 8) - 8);
+        multiple[2 * i + 1] = (int8_t)((body[i] >> 4 ^ 8) - 8);
+      }
+    for (int64_t i = 0; i < count; ++i)
+      store(static_cast<R *>(values), at + i, (R)(scale * (float)multiple[i]));
+  }
 }
 
 }  // namespace

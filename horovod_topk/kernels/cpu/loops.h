@@ -497,6 +497,9 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   fill_kind<R, Plain<R, Brain>>(passes, topkef::BRAIN, pack_short<R, Brain>);
   fill_kind<R, Multiple<R, topkef::INT8>>(passes, topkef::INT8, pack_multiples<R, topkef::INT8>);
   fill_kind<R, Multiple<R, topkef::INT4>>(passes, topkef::INT4, pack_multiples<R, topkef::INT4>);
+  passes->unpack[topkef::BRAIN] = unpack_short<R>;
+  passes->unpack[topkef::INT8] = unpack_multiples<R, topkef::INT8>;
+  passes->unpack[topkef::INT4] = unpack_multiples<R, topkef::INT4>;
   fill_kind<R, Sign<R>>(passes, topkef::SIGN, nullptr);
   fill_coder<R, Signs>(passes, topkef::SIGN);
   fill_coder<R, MinMax>(passes, topkef::MINMAX);

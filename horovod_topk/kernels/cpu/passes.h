@@ -49,6 +49,7 @@ struct Format {
   bool draws = false;  // whether it draws random numbers
   bool past_caches = false;  // whether `left` is written with non-temporal stores
   Key key = {};
+  bool is_stable = false;  // whether INT8 is `stable8` of horovod_topk/ops/coding.py
 };
 
 /* Measures of a block or a tile of it; each coder sets those that it needs. */
@@ -196,6 +197,9 @@ using Drop = void (*)(Stretch *stretches, int64_t count, Cut cut, void *out);
 using Pack = bool (*)(const void *values, Span span, uint8_t *data, void *left, const Format &format);
 constexpr int64_t PACE = 1024;
 
+/* Read a span of values from `data`, where a tensor's values begin; it begins at a multiple of 128. */
+using Unpack = void (*)(const uint8_t *data, Span span, void *values);
+
 /* Measure a tile of a block that is longer than FOLDED. Returns whether all are finite. */
 using Measure = bool (*)(const void *values, int64_t count, const Format &format, Measured *found);
 
@@ -290,6 +294,7 @@ struct Passes {
   Choose choose;
   Drop drop;
   Pack pack[KINDS];
+  Unpack unpack[KINDS];        // only for BRAIN, INT8 and INT4
   EncodeBlocks encode_blocks[DTYPES][KINDS];  // [gradient's dtype], only for kinds with a coder
   Measure measure[KINDS];      // the same
   WriteTile write_tile[KINDS]; // the same

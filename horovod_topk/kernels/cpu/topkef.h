@@ -159,6 +159,13 @@ TOPKEF_API void topkef_prepare_buffer(void *buffer, const void *added, const voi
 TOPKEF_API void topkef_restore_buffer(void *buffer, const void *arrivals, double momentum, int64_t count,
                                       int width, int threads);
 
+/* `horovod_topk.ops.protocol.Ops.pack_values` and `unpack_values` of one row: values of 4 or 8 bytes, kinds 2
+ * to 4 of a recipe; `is_stable`: int8 is stable8. */
+TOPKEF_API void topkef_pack_values(const void *values, int64_t count, int kind, int is_stable, uint8_t *out,
+                                   int width, int threads);
+TOPKEF_API void topkef_unpack_values(const uint8_t *data, int64_t count, int kind, void *out, int width,
+                                     int threads);
+
 /* `count` random numbers of 1 to 32 bits; see `horovod_topk.ops.protocol.Ops.random_bits`. key: as in
  * `topkef_random_index`. */
 TOPKEF_API void topkef_random_bits(const int64_t *key, int64_t count, int bits, int64_t *out);
