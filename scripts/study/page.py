@@ -106,7 +106,7 @@ def alike(study: Study, times: str, cases: str) -> str:
 
 def _kind(row: Row) -> tuple[str, str]:
     settings = row.asked.settings
-    kind = {0: "", "auto": ", the default"}.get(settings["momentum"], ", corrected")
+    kind = ", the default" if settings["momentum"] == "auto" else ""
     way = settings.get("exchange", "allgather") + kind
     return way, settings["values"]
 

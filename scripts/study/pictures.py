@@ -38,7 +38,7 @@ def scatter(path: Path, title: str, rows: Sequence[Row]) -> None:
         kind = settings.get("exchange", "allgather"), settings["values"]
         if math.isfinite(row.cost):
             kinds.setdefault((*kind, bool(settings["momentum"])), []).append(row)
-    for (exchange, values, corrected), found in sorted(kinds.items()):
+    for (exchange, values, adapted), found in sorted(kinds.items()):
         found.sort(key=lambda row: row.sent_bytes)
         axes.errorbar(
             [row.sent_bytes for row in found],
@@ -46,11 +46,11 @@ def scatter(path: Path, title: str, rows: Sequence[Row]) -> None:
             yerr=list(zip(*(row.reach for row in found), strict=True)),
             color=COLOURS[values],
             linestyle=LINES[exchange],
-            marker="^" if corrected else MARKERS[exchange],
+            marker="^" if adapted else MARKERS[exchange],
             markersize=4,
             markerfacecolor=COLOURS[values] if exchange == "allgather" else "white",
             capsize=2,
-            label=f"{exchange}{', corrected' * corrected} {values}",
+            label=f"{exchange}{', the default' * adapted} {values}",
         )
     axes.axhline(0.0, color="#444444", linewidth=0.8)
     axes.set_xscale("log")
