@@ -71,8 +71,8 @@ def arguments(
         "--momentum",
         type=momentum,
         default=TopK.for_training["momentum"],
-        help="topk: momentum to correct, 0 for none, or 'optimizer' for the optimizer's own "
-        "(default: the optimizer's own, if it has one)",
+        help="topk: a momentum for momentum correction, 0 for none, or 'auto' to adapt the "
+        "optimizer's own (default: auto)",
     )
     add(
         "--optimizer",
@@ -135,7 +135,7 @@ def positive(text: str) -> int:
 
 
 def momentum(text: str) -> float | str:
-    """Parse a momentum: a number, or "optimizer" for the optimizer's own."""
+    """Parse a momentum: a number, or "auto" for the optimizer's own."""
     return text if text in DEFERRED["momentum"] else float(text)
 
 

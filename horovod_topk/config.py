@@ -25,24 +25,25 @@ OPTIONAL: dict[str, object] = {
     "probe_every": None,
     "momentum": 0.0,
     "nesterov": False,
-    "velocity_kept": 0.0,
-    "taken_over": False,
     "follow_lr": False,
     "by_arrivals": None,
     "beta2": None,
     "ratios": None,
     "residuals": "float32",
 }  # setting -> the value that switches it off
-TAKE_OVER = "optimizer"  # value of `momentum`: take over the optimizer's own momentum
 ADAM, SGD = "adam", "sgd"  # values of `by_arrivals`
 AUTO = "auto"  # value of a setting that the optimizer and the job decide
 DEFERRED: Mapping[str, tuple[str, ...]] = {
-    "momentum": (TAKE_OVER, AUTO),
+    "momentum": (AUTO,),
     "follow_lr": (AUTO,),
     "warmup": (AUTO,),
     "guard": (AUTO,),
 }  # setting -> values that are decided once the optimizer and the job are known
-BY_ADAPTERS = {"taken_over", "by_arrivals", "beta2"}  # settings that adapters set, not users
+BY_ADAPTERS = {"by_arrivals", "beta2"}  # settings that adapters set, not users
+REMOVED = {
+    "velocity_kept": "A number for momentum= always masks the velocities of sent elements, and "
+    "momentum='auto', the default, adapts the optimizer's own steps: leave velocity_kept= out"
+}  # setting of older versions -> what to write instead
 
 
 Stretches = tuple[tuple[int, float], ...]
@@ -77,19 +78,12 @@ class Settings:
         probe_every: in PyTorch, one step in so many also exchanges a bucket dense, each bucket in
             turn; `stats()` and `on_step` report the difference of the two results
             (`horovod_topk.core.probe`). None: off.
-        momentum: the momentum for momentum correction (`horovod_topk.core.momentum`), which
-            replaces the optimizer's own. "optimizer": take over the momentum of SGD, Adam or AdamW;
-            exchanged gradients have the size of gradients, and PyTorch's parameter groups stay as
-            they are. A number: give the optimizer a momentum of 0 yourself; exchanged gradients are
-            velocities then, up to 1 / (1 - momentum) times larger: clip with `clip_norm`. "auto":
-            SGD, Adam and AdamW keep their momentum, which then depends on how often an element
-            arrives (`horovod_topk.core.arrivals`); as "optimizer", where that can be, if
-            `velocity_kept` is given, and with SGD for methods that exchange sums. 0: off.
-        nesterov: whether that momentum is Nesterov's.
-        velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
-            (`horovod_topk.core.momentum`). 0: masking, as in the paper. "auto": 0 for Adam and
-            AdamW; for SGD from 0.5 to 1, larger for elements with a large residual, and after the
-            learning rate has fallen.
+        momentum: "auto": SGD, Adam and AdamW keep their momentum, which then depends on how often
+            an element arrives (`horovod_topk.core.arrivals`). A number: momentum correction
+            (`horovod_topk.core.momentum`), which replaces the optimizer's own momentum: give the
+            optimizer a momentum of 0. Exchanged gradients are velocities then, up to
+            1 / (1 - momentum) times larger: clip with `clip_norm`. 0: neither.
+        nesterov: whether a momentum that is a number is Nesterov's.
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
             (`horovod_topk.core.rates`). "auto": on if the learning rate is known.
@@ -119,8 +113,6 @@ class Settings:
     probe_every: int | None = None  # one step in so many compares a bucket with dense; None: off
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
-    velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
-    taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
     by_arrivals: str | None = None  # "adam" or "sgd", if its step depends on arrivals
     beta2: float | None = None  # Adam's second beta, if its step depends on arrivals
@@ -140,7 +132,6 @@ class Settings:
             check_whole("probe_every", self.probe_every, 1, 2**31, 100)
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_nesterov(self.nesterov, self.momentum)
-        _check_kept(self.velocity_kept)
         _check_follow_lr(self.follow_lr)
         object.__setattr__(self, "ratios", checked_rules(self.ratios))
         _check_name(self.name)
@@ -229,9 +220,7 @@ class Settings:
         return agreed
 
     def _is_off(self, name: str) -> bool:
-        if name == "velocity_kept" and not self.momentum:
-            return True
-        if name == "beta2" or (name in ("momentum", "nesterov") and self.taken_over):
+        if name == "beta2":
             return True  # the optimizer's: may change, or differ before a broadcast
         return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
@@ -248,7 +237,7 @@ def reject_unknown(unknown: Iterable[str], known: Iterable[str], of: str = "TopK
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise UnknownSettingError(
             f"{of} has no setting {keyword!r}",
-            cure=f"{hint}The settings are {', '.join(known)}",
+            cure=REMOVED.get(keyword, f"{hint}The settings are {', '.join(known)}"),
         )
 
 
@@ -256,15 +245,13 @@ def split_deferred(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     """Split settings into those of the method, and those that are decided by the optimizer.
 
     Raises:
-        ConfigError: `nesterov` is set although the optimizer's momentum is taken over.
+        ConfigError: `nesterov` is set although the momentum is the optimizer's.
     """
     deferred = {name: settings[name] for name in DEFERRED if _waits(settings, name)}
-    if deferred.get("momentum") == AUTO:
-        settings = {"velocity_kept": AUTO, **settings}
     if "momentum" in deferred and settings.get("nesterov"):
         raise ConfigError(
-            f"nesterov=True was given with momentum={deferred['momentum']!r}, which takes over "
-            "whether the optimizer's is Nesterov's as well",
+            f"nesterov=True was given with momentum={deferred['momentum']!r}, with which the "
+            "momentum is the optimizer's, Nesterov's or not",
             cure="Leave nesterov= out, and set it in the optimizer",
         )
     own = {k: v for k, v in settings.items() if k not in deferred and k != "nesterov"}
@@ -279,9 +266,7 @@ def check_settings(method: Callable[..., Settings], settings: Mapping[str, Any])
     Raises:
         ConfigError: as the method, and `split_deferred`.
     """
-    own, deferred = split_deferred(settings)
-    taken = {"momentum": 0.9} if deferred.get("momentum") == TAKE_OVER else {}  # any valid one
-    method(**own, **taken)
+    method(**split_deferred(settings)[0])
 
 
 def _waits(settings: Mapping[str, Any], name: str) -> bool:
@@ -383,8 +368,9 @@ def _checked_momentum(momentum: object, exchange: str) -> float:
     if not (is_number and 0.0 <= float(momentum) < 1.0):  # type: ignore[arg-type]
         raise ConfigError(
             f"momentum={momentum!r} is not a number in [0, 1)",
-            cure="Pass the momentum that the optimizer would have, such as momentum=0.9, and 0 to "
-            "the optimizer",
+            cure="Leave momentum= out: 'auto', the default, adapts the optimizer's own steps. Or "
+            "pass the momentum that the optimizer would have, such as momentum=0.9, and 0 to the "
+            "optimizer",
         )
     if momentum and exchange == "hierarchical":
         raise ConfigError(
@@ -400,16 +386,6 @@ def _check_nesterov(nesterov: object, momentum: float) -> None:
         raise ConfigError(
             f"nesterov={nesterov!r} was given with momentum={momentum}",
             cure="Pass nesterov=True with a momentum above 0, or nesterov=False",
-        )
-
-
-def _check_kept(share: object) -> None:
-    is_number = isinstance(share, Real) and not isinstance(share, bool)
-    if share != AUTO and not (is_number and 0.0 <= float(share) <= 1.0):  # type: ignore[arg-type]
-        raise ConfigError(
-            f"velocity_kept={share!r} is neither a number in [0, 1] nor {AUTO!r}",
-            cure="Pass 0 for the masking of Deep Gradient Compression, 1 for none, or leave "
-            "velocity_kept= out",
         )
 
 

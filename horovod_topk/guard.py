@@ -18,8 +18,8 @@ class Guard:
     """Rules that end compression where it does harm: pass one as `guard=`, the same on all ranks.
 
     Each rule warns in the log first. When it fires, all ranks fall back in the same step: the next
-    step sends all residuals, a momentum that was taken over goes back to the optimizer, and from
-    then on gradients are dense (`horovod_topk.core.guard`). A rule that is None is off.
+    step sends all residuals, and from then on gradients are dense (`horovod_topk.core.guard`). A
+    rule that is None is off.
 
     Args:
         nonfinite: fires after this many steps in a row that had a NaN or an infinity on some rank,

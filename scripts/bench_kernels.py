@@ -34,7 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.momentum import Correction, Momenta
+from horovod_topk.core.momentum import velocities_of
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import shard
@@ -51,12 +51,11 @@ ISAS = ("avx512", "avx2", "portable")
 SLOW = ("torch.topk", "framework operations")
 CODINGS = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 DEFAULT_RATIO = 0.02
-# What the default's encoding is made of, step by step.
-DEFAULTS: dict[str, dict[str, Any]] = {
+# What an encoding with momentum correction is made of, step by step.
+CORRECTED: dict[str, dict[str, Any]] = {
     "error feedback alone": {},
-    "momentum and masking": {"momentum": 0.9, "velocity_kept": 0.0},
-    "momentum and damping": {"momentum": 0.9},
-    "momentum, rescale and damping: the default": {"momentum": 0.9, "rates": True},
+    "momentum and masking": {"momentum": 0.9},
+    "momentum, masking and rescale": {"momentum": 0.9, "rates": True},
     "the same with Nesterov's momentum": {"momentum": 0.9, "nesterov": True, "rates": True},
 }
 Step = Callable[[], None]
@@ -116,13 +115,13 @@ class Encoding:
         return self
 
 
-class Default(Encoding):
-    """The same as `TopKEF` has it by default.
+class Corrected(Encoding):
+    """The same with int4 values and momentum correction.
 
     Args:
         gradients: what is sent.
         selection: exact or sampled.
-        settings: momentum, nesterov, velocity_kept.
+        settings: momentum, nesterov.
         rates: a learning rate that changes at every step, and the residual with it.
     """
 
@@ -130,11 +129,10 @@ class Default(Encoding):
         self, gradients: Gradients, selection: str, *, rates: bool = False, **settings: Any
     ) -> None:
         super().__init__(gradients, DEFAULT_RATIO, selection, TorchOps(), values="int4")
-        config = TopK(DEFAULT_RATIO, "int4", **{"velocity_kept": "auto", **settings})
-        self._correction = Correction(config, Momenta(config), lambda name: 1.0, TorchOps())
+        self._settings = TopK(DEFAULT_RATIO, "int4", **settings)
         zeros = (torch.zeros_like(gradients.current) for _ in range(2))
         self._velocity: Arenas[Tensor] = Arenas(self.bucket, *zeros)
-        self._with_momentum, self._rates = bool(config.momentum), rates
+        self._rates = rates
 
     def step(self) -> None:
         """Encode and commit."""
@@ -142,8 +140,10 @@ class Default(Encoding):
         if self._rates:
             factor = random.uniform(0.99, 1.01)
             self.arenas.rescale(tensor.start, tensor.stop, factor, TorchOps())
-        velocities = self._correction.of(self._velocity) if self._with_momentum else None
-        self.codec.encode(self.arenas, [self.gradients.current], self.payload, velocities)
+        own = None
+        if self._settings.momentum:
+            own = velocities_of(self._settings, self._velocity, TorchOps())
+        self.codec.encode(self.arenas, [self.gradients.current], self.payload, own)
         self._velocity.swap()
         self.arenas.swap()
 
@@ -261,12 +261,12 @@ def measure_shards(numel: int, ratio: float, repeats: int) -> dict[str, float]:
 
 
 def measure_momentum(numel: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of the default's encoding, from error feedback alone to all that it does."""
+    """Milliseconds of encoding with momentum correction, from error feedback alone on."""
     gradients, settle = Gradients.of(numel), settling_steps(numel, DEFAULT_RATIO)
     ways: dict[str, Step] = {"r += g": baselines(gradients, DEFAULT_RATIO)["r += g"]}
     for selection in ("exact", "sampled"):
-        for name, settings in DEFAULTS.items():
-            ours = Default(gradients, selection, **settings).settle(settle)
+        for name, settings in CORRECTED.items():
+            ours = Corrected(gradients, selection, **settings).settle(settle)
             ways[f"{selection}, {name}"] = ours.step
     return milliseconds(ways, gradients.next, repeats)
 

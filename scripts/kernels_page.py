@@ -77,10 +77,10 @@ packed indices.
 
 {momentum}
 
-One tensor of the same size, int4 values at ratio 0.02, as by default. *Momentum* keeps a velocity
-and sends it in place of the gradient. *Masking*, the default beside Adam, sets the velocity of a
-sent entry to zero. *Damping*, the default beside SGD, takes up to a half of it. *Rescale*
-multiplies the residual by the change of the learning rate. All of it is one pass over the tensor.
+One tensor of the same size, int4 values at ratio 0.02. *Momentum* (`momentum=0.9`) keeps a velocity
+and sends it in place of the gradient. *Masking* sets the velocity of a sent entry to zero.
+*Rescale* multiplies the residual by the change of the learning rate. All of it is one pass over the
+tensor.
 
 ## Other methods
 

@@ -113,15 +113,15 @@ class Encoder(Generic[Array]):
         if self._plan is None or self._collective is None:
             codec.encode_shards(self._arenas, gradients, self._payloads, velocities)
             return
-        self._velocities, self._gradients = velocities, correct(gradients, velocities, self._ops)
+        self._velocities, gradients = velocities, correct(gradients, velocities, self._ops)
         pieces = range(len(self._plan.tensors))
         self._own, self._checked = list[list[Array]](), list[list[Array]]()
         for each in self._arenas:
             each.widen()
-        self._withheld = [codec.withhold(each, self._gradients) for each in self._arenas]
+        self._withheld = [codec.withhold(each, gradients) for each in self._arenas]
         for own, held in zip(self._arenas, self._withheld, strict=True):
             each = own if held is None else held.lent
-            summed = [codec.compensate(each, self._gradients, p) for p in pieces]
+            summed = [codec.compensate(each, gradients, p) for p in pieces]
             self._checked.append([checked for _, checked in summed])
             self._own.append([codec.numbers(each.plan, p, summed[p][0]) for p in pieces])
         of_tensors = [self._ops.joined(shards) for shards in zip(*self._own, strict=True)]
@@ -147,7 +147,7 @@ class Encoder(Generic[Array]):
             if not isinstance(flags, list):  # a graph cannot raise: pass the flags on to all ranks
                 ops.store_flags(payload, each.plan.layout.flags_at, flags)
             if self._velocities is not None:
-                codec.damp(each, payload, self._gradients, self._velocities)
+                codec.mask(each, payload, self._velocities)
         for held in filter(None, self._withheld):
             codec.keep(held)
         codec.seal([each.plan for each in self._arenas], self._payloads)

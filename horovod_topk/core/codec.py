@@ -346,7 +346,7 @@ class PayloadCodec(Generic[Array]):
             for each, payload in zip(arenas, payloads, strict=True):
                 self._encode_alone(each, gradients, payload)
                 if velocities is not None:
-                    self.damp(each, payload, gradients, velocities)
+                    self.mask(each, payload, velocities)
         for withheld in filter(None, held):
             self.keep(withheld)
         plan = arenas[0].plan
@@ -459,31 +459,15 @@ class PayloadCodec(Generic[Array]):
         ops.accumulate(total, None, ops.unpack_values(rows, count, "float32", dtype))
         self.told[bucket.ordinal] = total * (1 / ops.rows(gathered, width))
 
-    def damp(
-        self,
-        arenas: Arenas[Array],
-        payload: Array,
-        corrected: Sequence[Array],
-        own: Velocities[Array],
-    ) -> None:
-        """Damp the velocities of the elements that a payload sends; see `core.momentum`.
-
-        corrected: the velocities that were added to residuals in place of gradients.
-        """
+    def mask(self, arenas: Arenas[Array], payload: Array, own: Velocities[Array]) -> None:
+        """Set the velocities of the elements that a payload sends to 0; see `core.momentum`."""
         ops, bucket = self._ops, arenas.plan
-        if not own.graded and not any(own.losses):
-            return
         for position, each in self._read(bucket, payload, rows=False).items():
-            if each.index is None:
-                continue
-            piece, sums = bucket.tensors[position], None
-            index = ops.row(each.index, 0)
-            at = self._in_gradient(bucket, piece, index)
-            if own.graded:
-                waited = ops.take(self._slice(arenas.residual, piece), index)
-                sums = ops.clone(waited)
-                ops.compensate(waited, ops.take(corrected[piece.gradient], at), sums)
-            ops.damp(own.after[piece.gradient], at, sums, own.losses[piece.gradient])
+            if each.index is not None:
+                piece = bucket.tensors[position]
+                at = self._in_gradient(bucket, piece, ops.row(each.index, 0))
+                velocity = own.after[piece.gradient]
+                ops.subtract_at(velocity, at, ops.take(velocity, at))
 
     def squares(self, arenas: Arenas[Array], payload: Array, *, committed: bool) -> Squares:
         """Sums of squares of a payload's g, a = e + g and new residual e' = a - decode(p).

@@ -49,7 +49,7 @@ class Compressor(State[Array]):
         plan: the tensors, at the ratio of the settings.
         ops, codec, exchange: compute, encode and exchange arrays.
         name: prefix of the collectives' names, equal on all ranks.
-        momenta: momentum by tensor; None: as the settings say.
+        momenta: Adam's second moments by tensor; None: as the settings say.
         timer: measures the seconds of each step; None: a timer that measures no collective.
 
     Raises:
@@ -265,18 +265,15 @@ class Compressor(State[Array]):
         before, self.ranks_before = self.ranks_before, ranks
         if before is not None and before != ranks:
             self.registry.scale(rescaling(self.plan.reduction, before, ranks))
-        self._momenta.turn(plain=self.guard.is_handing_over)
+        self._momenta.turn()
         if self.rates is not None:
             self._follow(self.rates.turn(self.counter.committed))
-        if self.velocity is not None and self.guard.is_taking_back:
-            for name, velocity in self._momenta.velocities().items():
-                self.velocity.assign(name, velocity)
         facts = self._pack_facts()
         if self._meets is not None and self._sends != self._met:
             self._meet(self._meets, facts)
         if self.states_facts and self.plan.buckets:
             self._codec.state_facts(self.plan.buckets[0].ordinal, facts)
-        level = self.ratio, self._corrects, self._next_exchange
+        level = self.ratio, self._adapts, self._next_exchange
         if level != self._level or self.place != self._place:
             self._turn_to(*level)
         self.step.samples = self.steps % self._sampled == 0
@@ -349,11 +346,9 @@ class Compressor(State[Array]):
             self.step.forget_gradients()
 
     @property
-    def _corrects(self) -> bool:
-        """Whether the next step corrects momentum or follows arrivals, if the settings do."""
-        if self.config.follows_arrivals:
-            return not self.guard.is_over
-        return self.velocity is None or self.guard.corrects
+    def _adapts(self) -> bool:
+        """Whether the next step follows arrivals, if the settings do: not after a fall-back."""
+        return not (self.config.follows_arrivals and self.guard.is_over)
 
     @property
     def _next_exchange(self) -> Exchange[Array]:
@@ -364,20 +359,20 @@ class Compressor(State[Array]):
             self._dense = dense_beside(self._usual)
         return self._dense
 
-    def _turn_to(self, ratio: float, corrects: bool, exchange: Exchange[Array]) -> None:
+    def _turn_to(self, ratio: float, adapts: bool, exchange: Exchange[Array]) -> None:
         """Switch to another ratio level, while no bucket is under way.
 
         A method's state keeps the layout that it has at the ratio of the settings.
 
         Args:
             ratio: ratio of the level.
-            corrects: whether the level corrects momentum or follows arrivals, if the settings do.
+            adapts: whether the level follows arrivals, if the settings do.
             exchange: how gradients travel at this level.
         """
-        settings = self.schedule.settings(ratio, corrects=corrects)
+        settings = self.schedule.settings(ratio, adapts=adapts)
         if exchange is not self._usual:
             settings = Whole.beside(settings)
-        self._level, self.exchange = (ratio, corrects, exchange), exchange
+        self._level, self.exchange = (ratio, adapts, exchange), exchange
         self._place = self.place
         self.plan = self.plan.under(settings)
         for registry in self._registries.values():
@@ -404,7 +399,7 @@ class Compressor(State[Array]):
         return Storage(
             self.registry.shards(i),
             () if self.owned is None else self.owned.shards(i),
-            self.velocity.arenas(i) if self.velocity and self.plan.config.momentum else None,
+            None if self.velocity is None else self.velocity.arenas(i),
             {name: registry.arenas(i) for name, registry in self.states.items()},
         )
 

@@ -5,14 +5,8 @@ stage:
 
     compressing    until a rule fires at the end of a step
     flushing       one dense step, which sends the gradients and all residuals
-    handing over   one more dense step, only if the optimizer's momentum was taken over: residuals
-                   are zero, and ranks exchange the mean of their velocities. The optimizer takes
-                   it as its momentum
-    dense          the dense level, without momentum correction: no residual, no velocity
-    returning      after `cool_down` steps, if `cool_down` is set, and only if the optimizer's
-                   buffers hold the momentum: the next step is compressed, and every rank's
-                   velocity begins with the optimizer's momentum
-    compressing    again
+    dense          the dense level, in which residuals stay zero
+    compressing    again, after `cool_down` steps, if `cool_down` is set
 
 Each rank has the non-finite flags of all ranks, and counts steps with a NaN or an infinity: those
 in a row, and all of them less a quarter of the other steps. The other rules judge a rank's own
@@ -39,7 +33,7 @@ log = logging.getLogger("horovod_topk")
 # A verdict is 0 if no rule warns, the rule's position in `OF_ONE_RANK` (from 1 on) if it warns, and
 # FIRES plus that position if the rule fires.
 FIRES = 8.0
-COMPRESSING, FLUSHING, HANDING_OVER, DENSE, RETURNING = range(5)
+STAGES = COMPRESSING, FLUSHING, DENSE = 0, 1, 3  # 2 and 4 are of older versions' checkpoints
 
 STRIKES = {"trend": 16, "residual": 3, "slower": 2}  # strikes in a row at which a rule fires
 SMOOTH = 8  # a usual value is a running mean over about so many reports or samples
@@ -94,7 +88,7 @@ def is_memory(numbers: Sequence[float]) -> bool:
     """Whether finite numbers are a memory that a guard can have."""
     known = Memory(*numbers)
     negative = (value < 0 for name, value in known._asdict().items() if name not in SIGNED)
-    return known.stage in range(RETURNING + 1) and not any(negative)
+    return known.stage in STAGES and not any(negative)
 
 
 _SHOWN = {
@@ -113,13 +107,10 @@ class Watch:
     Attributes:
         memory: counters and running means.
         warnings: texts of the newest warnings, as in the log.
-        hands_over: whether the optimizer takes its momentum back in a fall-back.
-        takes_back: whether velocities are copied from the optimizer when compression returns.
     """
 
     def __init__(self, guard: Guard | None) -> None:
         self._guard, self.memory = guard, Memory()
-        self.hands_over = self.takes_back = False
         self.warnings: tuple[str, ...] = ()
         self._warned = ""  # the rule that warned in the last step; empty: none did
 
@@ -128,27 +119,7 @@ class Watch:
     @property
     def is_over(self) -> bool:
         """Whether the guard has ended compression, so that the next step is dense."""
-        return self.memory.stage not in (COMPRESSING, RETURNING)
-
-    @property
-    def corrects(self) -> bool:
-        """Whether the next step applies momentum correction, if the settings ask for it."""
-        return not (self.hands_over and self.memory.stage == DENSE)
-
-    @property
-    def is_taking_back(self) -> bool:
-        """Whether the next step begins with the optimizer's momentum as the velocities."""
-        return self.memory.stage == RETURNING
-
-    @property
-    def is_with_optimizer(self) -> bool:
-        """Whether the momentum is in the optimizer's buffers instead of in TopKEF's velocities."""
-        return self.hands_over and self.memory.stage in (DENSE, RETURNING)
-
-    @property
-    def is_handing_over(self) -> bool:
-        """Whether the present step exchanges the mean of the ranks' velocities."""
-        return self.memory.stage == HANDING_OVER
+        return self.memory.stage != COMPRESSING
 
     def tries_dense(self, committed: int) -> bool:
         """Whether the step after `committed` committed ones is dense, to time a dense step."""
@@ -263,8 +234,6 @@ class Watch:
             if committed:
                 self._go_on(step, logs)
             return ""
-        if committed and self.is_taking_back:
-            self.memory = self.memory._replace(stage=float(COMPRESSING))
         m = self.memory
         count = 0.0 if committed else m.flagged + 1
         skipped = max(0.0, m.skipped - PARDON) if committed else m.skipped + 1
@@ -294,8 +263,6 @@ class Watch:
         own: whether this rank saved it; else the rank keeps its own running means, if it has any.
         """
         known = Memory(*saved) if saved else Memory()
-        if known.stage == RETURNING and not self.takes_back:
-            known = known._replace(stage=float(COMPRESSING))
         if own or not (self.memory.reports or self.memory.samples or self.memory.compressed):
             self.memory = known
         else:
@@ -307,8 +274,6 @@ class Watch:
         """Sentence for the log on the steps that follow a fall-back."""
         assert self._guard is not None
         then = "The next step sends all residuals"
-        if self.hands_over:
-            then += ", and the one after it hands momentum back to the optimizer"
         if self._guard.cool_down is None:
             return then
         return f"{then}; compression comes back after {self._guard.cool_down} dense steps"
@@ -343,20 +308,13 @@ class Watch:
         assert self._guard is not None
         memory = self.memory
         if memory.stage == FLUSHING:
-            stage = HANDING_OVER if self.hands_over else DENSE
-        elif memory.stage == HANDING_OVER:
-            stage = DENSE
+            self.memory = memory._replace(stage=float(DENSE), since=0)
+            self._say(f"step {step}: training is dense from here on", logs)
         elif memory.since + 1 == self._guard.cool_down:
-            back = RETURNING if self.hands_over and self.takes_back else COMPRESSING
-            self.memory = memory._replace(stage=float(back), since=0)
+            self.memory = memory._replace(stage=float(COMPRESSING), since=0)
             self._say(f"step {step}: gradients are compressed again", logs)
-            return
         else:
             self.memory = memory._replace(since=memory.since + 1)
-            return
-        self.memory = memory._replace(stage=float(stage), since=0)
-        if stage == DENSE:
-            self._say(f"step {step}: training is dense from here on", logs)
 
     def _say(self, text: str, logs: bool) -> None:
         self.warnings = (*self.warnings, text)[-KEPT:]

@@ -172,16 +172,14 @@ class Schedule:
         log.warning("TopKEF: the checkpoint's set_ratio(%s) is no ratio of this optimizer's", saved)
         return otherwise
 
-    def settings(self, ratio: float, *, corrects: bool = True) -> Method:
+    def settings(self, ratio: float, *, adapts: bool = True) -> Method:
         """The settings at a ratio level.
 
-        corrects: whether momentum correction, or steps by arrivals, stay on, if the settings have
-            them.
+        adapts: whether steps by arrivals stay on, if the settings have them.
         """
         settings = self._config.at(ratio)
         profile = {} if self._schedule is None else self._schedule.profile(ratio)
-        if not corrects:
-            profile |= {"momentum": 0.0, "nesterov": False, "taken_over": False}
+        if not adapts:
             profile |= {"by_arrivals": None, "beta2": None}
         return replace(settings, **profile) if profile else settings
 

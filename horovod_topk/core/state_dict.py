@@ -356,7 +356,9 @@ def check_velocity(kept: bool, state: Mapping[str, Any]) -> None:
         lacks, has = ("lacks", "has momentum=") if kept else ("has", "has none")
         raise StateDictError(
             f"the state dict {lacks} velocities of momentum correction, this compressor {has}",
-            cure="Pass the momentum= it was saved with, or call reset()",
+            cure="Pass the momentum= it was saved with, or call reset() instead of loading it. For "
+            "momentum='optimizer' of older versions, pass the optimizer's momentum as a number, "
+            "and 0 to the optimizer",
         )
 
 

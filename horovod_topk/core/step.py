@@ -39,7 +39,7 @@ from horovod_topk.core.energies import Energies
 from horovod_topk.core.exchange import BucketExchange, Exchange
 from horovod_topk.core.following import Following
 from horovod_topk.core.measures import HOST, own_measures, total_of
-from horovod_topk.core.momentum import Correction, Momenta
+from horovod_topk.core.momentum import Momenta, velocities_of
 from horovod_topk.core.norms import Norms
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probe
@@ -77,7 +77,6 @@ class Bucket(Generic[Array]):
     velocity: Arenas[Array] | None
     residuals: Sequence[Arenas[Array]]  # the owner's residuals, if only owners have residuals
     flags: Sequence[bool] = ()
-    units: Sequence[float] = (1.0,)  # factors of the gradients users get, one a tensor or for all
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
     measures: bool = False  # whether it has measures of its own arrays, computed in each step
@@ -96,7 +95,7 @@ class Step(Generic[Array]):
         storage: returns each bucket's memory.
         ops, codec, exchange: compute, encode and exchange arrays.
         name: prefix of the collectives' names, equal on all ranks.
-        momenta: momentum by tensor; None: as the settings say.
+        momenta: Adam's second moments by tensor; None: as the settings say.
         decay: returns a tensor's learning rate divided by its largest value so far.
         number: returns a measure of the whole rank; see `horovod_topk.core.measures`.
         timer: gets the seconds of encoding and decoding, if steps run on the host.
@@ -127,7 +126,6 @@ class Step(Generic[Array]):
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._momenta = momenta or Momenta(plan.config)
         self._decay = decay
-        self._correction = Correction(plan.config, self._momenta, decay, ops)
         self._number, self.samples, self._timer = number, False, timer or StepTimer()
         self._told: list[Any] = []  # the host's measures in the payloads; at first none
         self.probe: Probe[Array] | None = None
@@ -181,11 +179,10 @@ class Step(Generic[Array]):
             self._codec.weigh(bucket.plan, bucket.energies.squares())
         if self.samples:
             bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
-        velocities = None
+        own = None
         if bucket.velocity is not None:
-            velocities = self._correction.of(bucket.velocity)
-            bucket.units = self._correction.units(bucket.plan)
-        bucket.exchange.send(gradients, f"{self.name}.{ordinal}", velocities)
+            own = velocities_of(bucket.plan.config, bucket.velocity, self._ops)
+        bucket.exchange.send(gradients, f"{self.name}.{ordinal}", own)
         self.sent.add(ordinal)
         timer.compressing += time.perf_counter() - timer.exposed - began
 
@@ -237,10 +234,7 @@ class Step(Generic[Array]):
         bucket = self._buckets[ordinal]
         self.sent.remove(ordinal)
         try:
-            if len(set(bucket.units)) == 1:
-                bucket.flags = bucket.exchange.receive(targets, gain * bucket.units[0])
-            else:
-                bucket.flags = self._receive_each(bucket, targets, gain)
+            bucket.flags = bucket.exchange.receive(targets, gain)
         except BaseException:
             bucket.exchange.drain()
             raise
@@ -371,15 +365,6 @@ class Step(Generic[Array]):
         """Make `squares` return nothing until the next step, as the residuals have changed."""
         for bucket in self._buckets.values():
             bucket.measurable = False
-
-    def _receive_each(
-        self, bucket: Bucket[Array], targets: Sequence[Array], gain: float
-    ) -> Sequence[bool]:
-        """`BucketExchange.receive`, with a factor of its own for each tensor."""
-        flags = bucket.exchange.receive(targets, gain)
-        for target, unit in zip(targets, bucket.units, strict=True):
-            self._ops.write_scaled(self._ops.clone(target), unit, target, False)
-        return flags
 
     def _hold(self, buckets: Sequence[Bucket[Array]]) -> None:
         """Replace the buckets of this step."""

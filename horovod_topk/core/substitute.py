@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_topk import reporting
-from horovod_topk.config import AUTO, BY_ADAPTERS, TAKE_OVER, check_settings, reject_unknown
+from horovod_topk.config import AUTO, BY_ADAPTERS, check_settings, reject_unknown
 from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from horovod_topk.methods import METHODS
@@ -152,12 +152,12 @@ def check_replaceable(settings: Mapping[str, Any]) -> None:
         ConfigError: a setting would be missing from dense training.
     """
     momentum = settings.get("momentum", 0)
-    if momentum not in (0, TAKE_OVER, AUTO):
+    if momentum not in (0, AUTO):
         raise ConfigError(
             f"{VARIABLE} replaces the script's compressor, whose momentum={momentum!r} its "
             "optimizer does without",
-            cure="Give the optimizer its momentum, and momentum='optimizer' to the compressors "
-            "that are compared",
+            cure="Give the optimizer its momentum, and leave momentum= out of the compressors that "
+            "are compared",
         )
     if settings.get("clip_norm") is not None:
         raise ConfigError(

@@ -154,10 +154,8 @@ class Correction(ctypes.Structure):
         ("scales", ctypes.POINTER(ctypes.c_double)),
         ("velocities", ctypes.POINTER(ctypes.c_void_p)),
         ("following", ctypes.POINTER(ctypes.c_void_p)),
-        ("momenta", ctypes.POINTER(ctypes.c_double)),
-        ("nesterov", ctypes.c_char_p),
-        ("losses", ctypes.POINTER(ctypes.c_double)),
-        ("graded", ctypes.c_int),
+        ("momentum", ctypes.c_double),
+        ("nesterov", ctypes.c_int),
         ("squares", ctypes.POINTER(ctypes.c_void_p)),
     )
 
@@ -170,15 +168,12 @@ class Correction(ctypes.Structure):
         self,
         velocities: Sequence[int],
         following: Sequence[int],
-        momenta: Sequence[float],
-        nesterov: Sequence[bool],
-        losses: Sequence[float],
-        graded: bool,
+        momentum: float,
+        nesterov: bool,
     ) -> Correction:
-        """Set the addresses of velocities and their numbers, one for each gradient."""
+        """Set the addresses of velocities, one for each gradient, and their momentum."""
         self.velocities, self.following = addresses(velocities), addresses(following)
-        self.momenta, self.nesterov = numbers(momenta), bytes(nesterov)
-        self.losses, self.graded = numbers(losses), graded
+        self.momentum, self.nesterov = momentum, nesterov
         return self
 
     def with_squares(self, squares: Sequence[int | None]) -> Correction:

@@ -49,7 +49,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from horovod_topk.config import AUTO, DEFERRED, check_choice
 from horovod_topk.errors import ConfigError, TensorTooLargeError
@@ -332,9 +332,16 @@ class Presets:
     """Class methods that every framework's `TopKEF` has beside its settings."""
 
     @classmethod
-    def compact(cls, **settings: Any) -> Self:
-        """Return a compressor with the default settings; older versions had other defaults."""
-        return cls(**settings)
+    def compact(cls, **settings: Any) -> NoReturn:
+        """Refuse: older versions had this name for what is the default now.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"{cls.__name__}.compact() does not exist any more",
+            cure=f"Write {cls.__name__}() with the same settings, as its defaults are the same",
+        )
 
 
 def _check_gather_ratio(gather_ratio: float | None, exchange: str) -> None:

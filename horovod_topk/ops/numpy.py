@@ -92,13 +92,6 @@ class NumpyOps(WithoutKernels, FactorVerbs):
         has_arrived = np.concatenate([each.reshape(-1) != 0 for each in gradients])
         np.add(mean * real(1.0 - rate), real(rate) * has_arrived, out=out)
 
-    def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
-        u, lost = velocity[index], velocity.dtype.type(loss)
-        if sums is not None:
-            is_below = np.abs(u) < np.abs(sums)
-            lost = lost * np.divide(np.abs(u), np.abs(sums), out=np.ones_like(u), where=is_below)
-        velocity[index] = u - lost * u
-
     def weighted(self, values: Array, squares: Array) -> Array:
         flat, (mantissa, one) = squares.reshape(-1), FLOAT_BITS[values.dtype.name]
         kind = f"int{8 * values.itemsize}"

@@ -123,11 +123,9 @@ class Velocities(Generic[Array]):
     """
 
     before: Sequence[Array]  # u
-    after: Sequence[Array]  # set to factor * u + g
-    factors: Sequence[float]
-    nesterov: Sequence[bool]  # whether factor * after + g is sent; else `after` is
-    losses: Sequence[float]  # share that sent elements of `after` lose, unless sent whole
-    graded: bool  # whether an element loses less, the larger its residual was
+    after: Sequence[Array]  # set to factor * u + g, and to 0 where elements are sent, if not whole
+    factor: float
+    nesterov: bool  # whether factor * after + g is sent; else `after` is
 
 
 @runtime_checkable
@@ -151,7 +149,7 @@ class SupportsOnePass(Protocol[Array]):
         The kernels encode shards of the same gradients, or a single bucket.
 
         factors: for each kernel, the factor of each tensor's residual; empty: all are 1.
-        velocities: momentum correction, with the bits of `update_velocity` and `damp`.
+        velocities: momentum correction, with the bits of `update_velocity`.
         streams: as in `Fused.encode`, shard by shard.
         squares: as in `Fused.encode`.
         """
@@ -337,18 +335,6 @@ class Ops(Protocol[Array]):
 
         Returns:
             Whether there is a kernel; if not, nothing is written.
-        """
-        ...
-
-    def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
-        """u[index] -= (loss * r) u[index], with r = min(1, |u| / |a|), or 1 without `sums`.
-
-        Each operation is rounded. If |u| is not below |a|, r is 1, also if a is 0.
-
-        velocity: u, flat.
-        index: int64, unique.
-        sums: a, the sent values before they were rounded, one for each index.
-        loss: in [0, 1]; in a graph a scalar.
         """
         ...
 

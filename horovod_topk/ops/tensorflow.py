@@ -264,14 +264,6 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
             _write(self.view(out, start, stop), kept + arrived * _scalar(rate, mean.dtype))
             start = stop
 
-    def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
-        u, lost = tf.gather(velocity.value, index.value), _scalar(loss, velocity.dtype)
-        if sums is not None:
-            size, most = abs(u), abs(sums.value)
-            lost *= tf.where(size < most, size / most, tf.ones_like(size))
-        where = index.value[:, tf.newaxis]
-        _write(velocity, tf.tensor_scatter_nd_sub(velocity.value, where, lost * u))
-
     def weighted(self, values: Array, squares: Array) -> Array:
         flat, (mantissa, one) = _flat(squares), coding.FLOAT_BITS[values.dtype.name]
         kind = tf.int32 if values.dtype == tf.float32 else tf.int64

@@ -233,13 +233,6 @@ class TorchOps(FactorVerbs):
         ours.spikes(gradients, places, scales, gain, means, factors, numbers)
         return True
 
-    def damp(self, velocity: Tensor, index: Tensor, sums: Tensor | None, loss: float) -> None:
-        u = velocity[index]
-        lost = torch.full((), loss, dtype=u.dtype, device=u.device)
-        if sums is not None:
-            lost = lost * torch.where(u.abs() < sums.abs(), u.abs() / sums.abs(), 1.0)
-        velocity[index] = u - lost * u
-
     def weighted(self, values: Tensor, squares: Tensor) -> Tensor:
         flat, (mantissa, one) = squares.reshape(-1), coding.FLOAT_BITS[self.dtype(values)]
         kind = torch.int32 if values.dtype == torch.float32 else torch.int64
@@ -692,10 +685,8 @@ class CpuBucket:
             correction.with_velocities(
                 [u.data_ptr() for u in own.before],
                 [u.data_ptr() for u in own.after],
-                own.factors,
+                own.factor,
                 own.nesterov,
-                own.losses,
-                own.graded,
             )
         return correction
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.momentum import Momenta, correct
+from horovod_topk.core.momentum import correct
 from horovod_topk.core.momentum import velocities as velocities_of
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
@@ -41,7 +41,6 @@ def with_momentum(
     returned unchanged, as where gradients are exchanged.
     """
     result, ops = list(gradients), TensorFlowOps()
-    momenta = Momenta(config)
     moved: list[tuple[Any, Array]] = []
     for i, (name, gradient, variable) in enumerate(zip(names, gradients, variables, strict=True)):
         if is_dense(gradient):
@@ -51,7 +50,7 @@ def with_momentum(
             before: Array = Buffer(velocity.value())
             after: Array = Buffer(tf.zeros_like(velocity))
             flat: Array = Buffer(tf.cast(tf.reshape(gradient, [-1]), velocity.dtype))
-            own = velocities_of([momenta.of(name)], [before], [after], [0.0], False)
+            own = velocities_of(config, [before], [after])
             (sent,) = correct([flat], own, ops)
             moved.append((velocity, after))
             result[i] = tf.reshape(tf.cast(sent.value, gradient.dtype), tf.shape(gradient))

@@ -34,7 +34,7 @@ from horovod_topk.core.arrivals import (
     arrived_often,
     is_young,
 )
-from horovod_topk.core.momentum_takeover import warn_of_unknown
+from horovod_topk.core.optimizers import warn_of_unknown
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from horovod_topk.config import ADAM, SGD
 from horovod_topk.core.base_compressor import why_inactive
-from horovod_topk.core.momentum_takeover import (
+from horovod_topk.core.optimizers import (
     HAS_NONE,
     Own,
     advise,

@@ -271,7 +271,7 @@ class VariableState(State[Array]):
             committed = self.schedule_in_graphs.read()
         codec.draw_from(lambda: committed, partial(_rank_in_graph, self.config, self.collective))
         known, beta2 = [(n, v) for n, v in squares.items() if v is not None], plan.config.beta2
-        own = {n: Momentum(0.0, False, beta2, Buffer(v)) for n, v in known}
+        own = {n: Momentum(beta2, Buffer(v)) for n, v in known}
         momenta = Momenta(plan.config, lambda: own)
         momenta.turn()
         shared = self.ops, codec, exchange, name, momenta

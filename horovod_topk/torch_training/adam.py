@@ -164,7 +164,7 @@ def second_moments(optimizer: Callable[[], Any], names: Mapping[Any, str]) -> di
             name = names.get(p)
             if name is not None:
                 squares = adam.state.get(p, {}).get("exp_avg_sq")
-                found[name] = Momentum(0.0, False, beta2, squares)
+                found[name] = Momentum(beta2, squares)
     return found
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.momentum_takeover import note_taken
 from horovod_topk.torch_training import momentum
 from horovod_topk.torch_training.adam import AdamSteps
 from horovod_topk.torch_training.added import applies_nothing
@@ -36,7 +35,6 @@ class Hooks(abc.ABC):
     Args:
         compressor: the compressor of the optimizer's gradients.
         buckets: the same gradients, as they become ready.
-        loan: the optimizer's own momentum, if it was taken over.
         steps: what prepares its steps, if they depend on arrivals.
         has_scaler: whether the loss's scaler is known.
     """
@@ -48,13 +46,12 @@ class Hooks(abc.ABC):
         self,
         compressor: Compressor[Tensor],
         buckets: Buckets,
-        loan: momentum.Loan | None,
         steps: AdamSteps | SgdSteps | None,
         *,
         has_scaler: bool = False,
     ) -> None:
         self._compressor, self._buckets = compressor, buckets
-        self._loan, self._steps = loan, steps
+        self._steps = steps
         self._prepared = 0  # number of exchanges when a step was last prepared
         self._is_prepared = False  # until that step has ended
         self._use: Use | None = None  # what the present step uses of the exchanged gradients
@@ -70,12 +67,9 @@ class Hooks(abc.ABC):
         accumulations: parameters, and autograd's nodes that accumulate their gradients.
         """
         factor = self._compressor.plan.config.momentum
-        given = 0.0 if self._loan is not None else factor  # users see velocities
-        self.late_clipping = LateClipping(optimizer, given, self._buckets)
+        self.late_clipping = LateClipping(optimizer, factor, self._buckets)
         names = [slot.spec.name for slot in self._buckets.slots.values()] or [""]
         self._unapplied = Unapplied(optimizer, self._compressor, names)
-        if self._loan is not None:
-            note_taken(type(optimizer).__name__, factor)
         for p, accumulation in accumulations:
             before = partial(self._before_accumulation, id(p))
             self._handles.append(accumulation.register_prehook(before))
@@ -98,9 +92,8 @@ class Hooks(abc.ABC):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Texts of the warnings given."""
-        of_loan = () if self._loan is None else self._loan.warnings
         late = self.late_clipping.warnings
-        return (*of_loan, *self._of_scaler, *late, *self._unapplied.warnings)
+        return (*self._of_scaler, *late, *self._unapplied.warnings)
 
     def exchanged(self) -> None:
         """Note that all gradients are exchanged, so that a user may change them from now on."""
@@ -144,11 +137,7 @@ class Hooks(abc.ABC):
             self._of_scaler = warn_of_scaler(type(optimizer).__name__)
             self._looks = 0 if self._of_scaler else self._looks - 1
         factor = self._compressor.plan.config.momentum
-        if self._loan is not None:
-            self._loan.take_back(optimizer)  # if an earlier step has failed
-            if not self._is_around(optimizer):  # else this hook runs again for the own step
-                self._loan.lend(optimizer)
-        elif factor:
+        if factor:
             momentum.check_not_twice(optimizer, factor)
         else:
             momentum.give_back(optimizer)
@@ -157,9 +146,8 @@ class Hooks(abc.ABC):
         if closure_of(args, kwargs) is None:
             self._decide(optimizer)
             self._prepare(optimizer)
-        failed = partial(self._take_back, optimizer)
         check = partial(self._after_closure, optimizer)
-        return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges, failed, check)
+        return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges, check)
 
     def _after_closure(self, optimizer: Any) -> None:
         """Check what a closure has computed, and prepare the step with it."""
@@ -191,11 +179,6 @@ class Hooks(abc.ABC):
             self._steps.undo()
             self._prepared, self._is_prepared = -1, False
 
-    def _take_back(self, optimizer: Any) -> None:
-        """Restore the optimizer's momentum after its step."""
-        if self._loan is not None:
-            self._loan.take_back(optimizer)
-
     def _check_clipping(self, optimizer: Any) -> None:
         """Warn of gradients that were changed after their exchange."""
         self.late_clipping.check()
@@ -203,7 +186,6 @@ class Hooks(abc.ABC):
     @untraced
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._take_back(optimizer)
         if self._is_prepared:
             assert self._steps is not None
             self._steps.restore()

@@ -96,6 +96,6 @@ def _watch_steps() -> None:
         if closure_of(args, kwargs) is None:
             return check(optimizer)
         # A closure computes the gradients. How often it is called is not limited here.
-        return with_one_exchange(args, kwargs, lambda: 0, lambda: None, lambda: check(optimizer))
+        return with_one_exchange(args, kwargs, lambda: 0, lambda: check(optimizer))
 
     register_optimizer_step_pre_hook(before_step)

@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from horovod_topk.core.momentum_takeover import kind_of
+from horovod_topk.core.optimizers import kind_of
 from horovod_topk.core.rates import Rates, fall_of
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training.group_settings import number_of
-from horovod_topk.torch_training.momentum import Loan
 
 
-def followed(
-    optimizer: Any, config: Method, names: Mapping[Any, str], loan: Loan | None = None
-) -> Rates | None:
+def followed(optimizer: Any, config: Method, names: Mapping[Any, str]) -> Rates | None:
     """Learning rates that residuals are rescaled by; None if `follow_lr` is off.
 
     Rates are read when a step's first bucket is sent, before `optimizer.step()`. If a scheduler
@@ -29,7 +26,6 @@ def followed(
     they have, as a rate of 0 does.
 
     names: name of each parameter; parameters without a name are left out.
-    loan: the momentum takeover, if there is one: SGD has another learning rate while it steps.
 
     Raises:
         ConfigError: a parameter group has no learning rate, or none that is a number.
@@ -39,7 +35,7 @@ def followed(
     if why := why_not_followed(optimizer):
         raise ConfigError(f"follow_lr=True was given, and {why}", cure="Leave follow_lr= out")
     held = weakref.ref(optimizer)  # weak: the optimizer refers to the state, which refers to this
-    return Rates(lambda: now(held(), names, loan), partial(fall_of, config))
+    return Rates(lambda: now(held(), names), partial(fall_of, config))
 
 
 def why_not_followed(optimizer: Any) -> str:
@@ -51,10 +47,10 @@ def why_not_followed(optimizer: Any) -> str:
     return ""
 
 
-def now(optimizer: Any, names: Mapping[Any, str], loan: Loan | None = None) -> dict[str, float]:
+def now(optimizer: Any, names: Mapping[Any, str]) -> dict[str, float]:
     """The present learning rate of each parameter, by name."""
     rates = dict[str, float]()
-    for group in optimizer.param_groups if loan is None else loan.groups(optimizer):
+    for group in optimizer.param_groups:
         rate = number_of(group.get("lr"))
         if rate is not None:
             rates |= {names[p]: rate for p in group["params"] if p in names}

@@ -28,7 +28,7 @@ from torch import Tensor
 from horovod_topk.core.arrivals import RATE, ArrivedToSgd
 from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.momentum_takeover import not_a_momentum
+from horovod_topk.core.optimizers import not_a_momentum
 from horovod_topk.ops.torch_buffers import Buffer, Numbers, prepare, restore, undo
 from horovod_topk.torch_training.added import added_by, applies_nothing, versions
 from horovod_topk.torch_training.group_settings import number_in

@@ -35,8 +35,7 @@ from horovod_topk.torch_training.adam import AdamSteps, arrived, second_moments
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping import clip_alone
 from horovod_topk.torch_training.hooks import Hooks
-from horovod_topk.torch_training.momentum import Loan, advise, fit_momentum, hand_over
-from horovod_topk.torch_training.momentum_saved import save_zeros
+from horovod_topk.torch_training.momentum import advise, fit_momentum, hand_over
 from horovod_topk.torch_training.preprocessing import ExchangesOwn, Phase, Preprocessing
 from horovod_topk.torch_training.rates import followed, why_not_followed
 from horovod_topk.torch_training.scaling import Scaler
@@ -73,11 +72,10 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         self._optimizer = weakref.ref(optimizer)
         self._names = names
         self._buckets = Buckets(names)
-        self._loan: Loan | None = None
         self._advice: tuple[str, ...] = ()  # warnings about the optimizer
 
     def _fit_settings(self, optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
-        """Fill in the settings that depend on the optimizer; its momentum may be taken over.
+        """Fill in the settings that depend on the optimizer.
 
         Raises:
             ConfigError, UnsupportedOperationError: the settings do not fit the optimizer.
@@ -92,9 +90,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
                 log.info("TopKEF does not follow learning rates: %s", why)
         if isinstance(optimizer, ExchangesOwn):
             config = optimizer.exchange_settings(config, self._names)
-        if config.taken_over:
-            self._loan = Loan(optimizer, self._names)
-        self._advice = advise(optimizer, config, deferred.get("momentum"))
+        self._advice = advise(optimizer, config, is_auto="momentum" in deferred)
         return config
 
     def _attach(
@@ -120,19 +116,15 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             self._ordinal = agree(plan, self._ordinal, ops, collective)
         exchange = exchange_of(plan, ops, collective)
         name = f"{self._prefix}.{self._ordinal}"
-        momenta, loan = Momenta(config), self._loan
-        if loan is not None:
-            momenta = Momenta(config, loan.now, loan.velocities)
-        elif config.follows_energies:
+        momenta = Momenta(config)
+        if config.follows_energies:
             momenta = Momenta(config, partial(second_moments, self._optimizer, self._names))
         self._compressor = self._state = Compressor(
             plan, ops, PayloadCodec(ops), exchange, name, momenta, collective.timer
         )
-        if loan is not None:
-            loan.lends_for(self._compressor.guard)
         if config.probe_every is not None:
             self._compressor.step.probe = Probe(config.probe_every, collective, ops, name)
-        self._compressor.rates = followed(optimizer, config, self._names, self._loan)
+        self._compressor.rates = followed(optimizer, config, self._names)
         self._compressor.frozen = self._frozen
         self._reduction = plan.reduction
         self._buckets.index(plan)
@@ -147,15 +139,13 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             steps = AdamSteps(self._names, partial(arrived, compressor))
         elif compressor.config.by_arrivals == SGD:
             steps = SgdSteps(self._names, lambda: compressor)
-        shared = compressor, self._buckets, self._loan, steps
+        shared = compressor, self._buckets, steps
         self._hooks = type(self).hooks(*shared, has_scaler=self._has_scaler)
         try:
             self._hooks.watch(optimizer, accumulations)
         except BaseException:
             self._hooks.remove()
             raise
-        if self._loan is not None:
-            save_zeros(optimizer, self._loan)
         _LIVE.add(self)
 
     def detach(self) -> None:
@@ -166,8 +156,6 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             return
         self._hooks.remove()
         _LIVE.discard(self)
-        if self._loan is not None:
-            vars(self._optimizer()).pop("state_dict", None)
 
     def _leave(
         self,

@@ -51,7 +51,6 @@ def with_one_exchange(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     exchanges: Callable[[], int],
-    failed: Callable[[], None],
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Wrap a step's closure so that it raises if called again after an exchange.
@@ -64,7 +63,6 @@ def with_one_exchange(
         args: positional arguments of the `step` call, with the optimizer as the first.
         kwargs: keyword arguments of the `step` call.
         exchanges: returns how many exchanges there have been.
-        failed: called if the closure raises, since the step then ends.
         check: called after the closure, before the step goes on; may raise.
 
     Returns:
@@ -81,13 +79,9 @@ def with_one_exchange(
                 "the optimizer evaluated its closure once more in one step, which had exchanged "
                 "gradients already, and may have moved parameters by them"
             )
-        try:
-            loss = closure()
-            check()
-            return loss
-        except BaseException:
-            failed()
-            raise
+        loss = closure()
+        check()
+        return loss
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": evaluate}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from horovod_topk.core.counting import Counting
-from horovod_topk.core.momentum_takeover import kind_of
+from horovod_topk.core.optimizers import kind_of
 from horovod_topk.torch_training.stepping import takes_back
 
 log = logging.getLogger("horovod_topk")

@@ -199,23 +199,6 @@ def test_stretches_are_summed_one_by_one(backend: Backend) -> None:
 
 
 @each_way
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_velocities_lose_the_less_the_more_of_what_was_sent_had_waited(
-    backend: Backend, dtype: str
-) -> None:
-    velocity = np.array([4, 4, -4, 4, 0, 0, 4, 7], dtype)
-    index = np.array([0, 1, 2, 3, 4, 5, 6])
-    sums = np.array([4, 16, 8, -2, 0, 3, 0], dtype)
-    for by, kept in ((None, 0.5), (sums, [0.5, 0.875, 0.75, 0.5, 1, 1, 0.5])):
-        out = backend.array(velocity.copy(), dtype)
-        given_ = None if by is None else backend.array(by, dtype)
-        backend.ops.damp(out, backend.array(index, "int64"), given_, 0.5)
-        expected = velocity.copy()
-        expected[:7] *= kept
-        assert backend.numpy(out).tolist() == expected.tolist()
-
-
-@each_way
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 def test_operators_are_those_of_numpy(backend: Backend, dtype: str) -> None:
     one = np.arange(1, 8).astype(dtype) * (1 if dtype == "int64" else np.dtype(dtype).type(1.1))

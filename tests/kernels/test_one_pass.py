@@ -1,13 +1,13 @@
 """All that the default does to a gradient in one pass of the kernels: the bits of the verbs.
 
-Momentum (heavy-ball, Nesterov's, or each for some of the tensors), residuals in new units, damping,
-shards, threads, in every combination; and what a step that is rolled back leaves.
+Momentum (heavy-ball or Nesterov's) with its masking, residuals in new units, shards, threads, in
+every combination; and what a step that is rolled back leaves.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.momentum import Momentum, velocities
+from horovod_topk.core.momentum import velocities_of
 from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import shard
@@ -33,16 +33,6 @@ pytestmark = pytest.mark.skipif(FOUND.library is None, reason=f"no kernels: {FOU
 
 ISAS = ("portable", "avx2", "avx512")
 SIZES = (5, 1500, 1300, 64, 4096, 70_001, 100_000, 1)
-
-
-class Damping(NamedTuple):
-    """What sent velocities lose; see `horovod_topk.ops.Velocities`."""
-
-    loss: float
-    graded: bool = False
-
-
-MASKED, HALVED, UNDAMPED, GRADED = Damping(1.0), Damping(0.5), Damping(0.0), Damping(0.45, True)
 
 
 class Side:
@@ -72,17 +62,9 @@ class Side:
                 if factor != 1.0:
                     arenas.rescale(tensor.start, tensor.stop, factor, self.ops)
 
-    def encode(
-        self, gradients: list[Array], momenta: list[Momentum] | None, damping: Damping
-    ) -> None:
+    def encode(self, gradients: list[Array], momentum: TopK | None) -> None:
         """One step as far as its payloads."""
-        own = None
-        if momenta is not None:
-            before, after = (
-                [self.ops.view(u, t.start, t.stop) for t in self.velocity.plan.tensors]
-                for u in (self.velocity.residual, self.velocity.candidate)
-            )
-            own = velocities(momenta, before, after, [damping.loss] * len(before), damping.graded)
+        own = None if momentum is None else velocities_of(momentum, self.velocity, self.ops)
         given_ = [self.array(g.copy()) for g in gradients]
         self.codec.encode_shards(self.residuals, given_, self.payloads, own)
 
@@ -122,17 +104,10 @@ class Both:
         shapes = (t.spec for t in self.bucket.tensors)
         return [(scale * self.rng.standard_normal(s.shape)).astype(s.dtype) for s in shapes]
 
-    def step(
-        self,
-        gradients: list[Array],
-        momenta: list[Momentum] | None,
-        damping: Damping,
-        *,
-        commit: bool,
-    ) -> None:
+    def step(self, gradients: list[Array], momentum: TopK | None, *, commit: bool) -> None:
         """One step of both; refuses a difference of a bit."""
         for side in (self.fused, self.verbs):
-            side.encode(gradients, momenta, damping)
+            side.encode(gradients, momentum)
         assert self.fused.candidates() == self.verbs.candidates()
         if commit:
             self.fused.swap()
@@ -147,53 +122,37 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def momenta_of(kind: str, count: int) -> list[Momentum] | None:
-    """Of so many tensors; "mixed": each its own."""
-    if kind == "none":
-        return None
-    return [
-        Momentum(0.9 - 0.1 * (i % 3) * (kind == "mixed"), kind == "nesterov" or i % 2 == 1)
-        if kind != "heavy-ball"
-        else Momentum(0.9, False)
-        for i in range(count)
-    ]
+HEAVY_BALL, NESTEROV = TopK(momentum=0.9), TopK(momentum=0.8, nesterov=True)
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
-    ("kind", "damping", "rescaled"),
-    [
-        case
-        for case in itertools.product(
-            ("none", "heavy-ball", "nesterov", "mixed"), (MASKED, GRADED, UNDAMPED), (False, True)
-        )
-        if case[0] != "none" or (case[1] == UNDAMPED and case[2])
-    ],
+    ("momentum", "rescaled"),
+    [(None, True), *itertools.product((HEAVY_BALL, NESTEROV), (False, True))],
 )
 @pytest.mark.parametrize("selection", ["exact", "sampled"])
 def test_the_bits_of_the_verbs(
-    isa: str, selection: str, kind: str, damping: Damping, rescaled: bool, dtype: str, parts: int
+    isa: str, selection: str, momentum: TopK | None, rescaled: bool, dtype: str, parts: int
 ) -> None:
     """Steps in a row, one of them rolled back, of tensors sent whole and in part."""
     both = Both(dtype, parts, selection=selection, values="int4")
-    momenta = momenta_of(kind, len(SIZES))
     for step, scale in enumerate((1.0, 1.1, 0.2, 3.0, 0.0)):
         if rescaled and step:
             factors = [1.0 + 0.01 * (step + i % 3) for i in range(len(SIZES))]
             both.fused.rescale(factors)
             both.verbs.rescale(factors)
-        both.step(both.gradients(scale), momenta, damping, commit=step != 2)
+        both.step(both.gradients(scale), momentum, commit=step != 2)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("kind", ["none", "mixed"])
+@pytest.mark.parametrize("momentum", [None, NESTEROV])
 @pytest.mark.parametrize("selection", ["exact", "sampled"])
 def test_selection_by_mean_squares_has_the_bits_of_the_verbs(
-    isa: str, selection: str, kind: str, dtype: str, parts: int
+    isa: str, selection: str, momentum: TopK | None, dtype: str, parts: int
 ) -> None:
     """Squares of very different sizes, zeros among them, infinite ones, and tensors without any."""
     both = Both(dtype, parts, selection=selection, values="int4")
@@ -211,8 +170,7 @@ def test_selection_by_mean_squares_has_the_bits_of_the_verbs(
         squares[6][[0, -1]] = last
         for side in (both.fused, both.verbs):
             side.weigh(squares)
-        momenta = momenta_of(kind, len(SIZES))
-        both.step(both.gradients(1.0 + step), momenta, GRADED, commit=step != 1)
+        both.step(both.gradients(1.0 + step), momentum, commit=step != 1)
 
 
 def sizes_of(both: Both) -> list[int]:
@@ -229,7 +187,7 @@ def test_what_moves_adam_most_is_selected(weighted: bool) -> None:
         side.weigh([v if weighted else None])
     gradients = both.gradients()
     gradients[0] *= np.where(is_large, 2.9, 1.0).astype(np.float32)
-    both.step(gradients, None, UNDAMPED, commit=True)
+    both.step(gradients, None, commit=True)
     sent = gradients[0] != np.asarray(both.fused.residuals[0].residual)
     assert sent.sum() == 400
     share = (sent & is_large).sum() / sent.sum()
@@ -250,7 +208,7 @@ def test_all_formats_and_threads(
         if step:
             both.fused.rescale([0.97, 1.02, 1.0])
             both.verbs.rescale([0.97, 1.02, 1.0])
-        both.step(both.gradients(), momenta_of("mixed", 3), GRADED, commit=True)
+        both.step(both.gradients(), NESTEROV, commit=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -273,27 +231,26 @@ def test_residuals_of_short_gradients_take_new_units(dtype: str) -> None:
 def test_a_step_that_is_rolled_back_writes_candidates_alone() -> None:
     """NaN in its gradients and factors that wait: residual and velocity stay, bit for bit."""
     both = Both("float32", values="int4")
-    momenta = momenta_of("nesterov", len(SIZES))
-    both.step(both.gradients(), momenta, HALVED, commit=True)
+    both.step(both.gradients(), NESTEROV, commit=True)
     residual, velocity = both.fused.residuals[0].unscaled()[0].clone(), both.fused.state()[-1]
     factors = [1.25] * len(SIZES)
     both.fused.rescale(factors)
     spoilt = both.gradients()
     for gradient in spoilt:
         gradient[0] = np.nan
-    both.fused.encode(spoilt, momenta, HALVED)
+    both.fused.encode(spoilt, NESTEROV)
     assert torch.equal(both.fused.residuals[0].unscaled()[0], residual)
     assert both.fused.state()[-1] == velocity
     assert torch.equal(both.fused.residuals[0].residual, residual * 1.25)  # its new units are kept
     both.verbs.rescale(factors)
-    both.step(both.gradients(), momenta, HALVED, commit=True)
+    both.step(both.gradients(), NESTEROV, commit=True)
 
 
 @given(st.lists(st.sampled_from(["rescale", "read", "encode", "commit"]), max_size=8))
 def test_factors_that_wait_are_those_that_were_applied_at_once(steps: list[str]) -> None:
     """However reads, roll-backs and commits come between them."""
     both = Both("float32", sizes=(3000, 7), values="float32")
-    both.step(both.gradients(), None, UNDAMPED, commit=True)
+    both.step(both.gradients(), None, commit=True)
     for position, step in enumerate(steps):
         if step == "rescale":
             for side in (both.fused, both.verbs):
@@ -304,7 +261,7 @@ def test_factors_that_wait_are_those_that_were_applied_at_once(steps: list[str])
         else:
             gradients = both.gradients()
             for side in (both.fused, both.verbs):
-                side.encode(gradients, None, UNDAMPED)
+                side.encode(gradients, None)
                 if step == "commit":
                     side.swap()
     assert both.fused.state() == both.verbs.state()

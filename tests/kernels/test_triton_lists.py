@@ -270,9 +270,7 @@ def norms(side: Side) -> tuple[dict[str, Arenas[Tensor]], Norms[Tensor]]:
 
 def energies(side: Side) -> tuple[dict[str, Arenas[Tensor]], Energies[Tensor]]:
     states, own = side.states(arrivals.OF_ADAM), [side.arenas(side.bucket)]
-    momenta = Momenta(
-        side.bucket.config, lambda: dict.fromkeys("012345", Momentum(0.9, False, 0.99))
-    )
+    momenta = Momenta(side.bucket.config, lambda: dict.fromkeys("012345", Momentum(0.99)))
     momenta.turn()
     return states, Energies(side.bucket, own, (), 0, states, side.ops, momenta)
 

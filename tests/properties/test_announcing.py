@@ -194,8 +194,7 @@ def test_announcements_of_all_buckets_are_under_way_together() -> None:
 def test_momentum_is_corrected_before_it_is_announced(exchange: str) -> None:
     if exchange == "hierarchical":
         return  # it knows no momentum
-    settings = {"momentum": 0.5, "velocity_kept": 1.0}
-    world, given = world_of(exchange, **settings), gradients(0)
+    world, given = world_of(exchange, momentum=0.5), gradients(0)
     world.step(given)
     Shifted.heard.clear()
     before = [one["w"].flat[0] for one in world.residuals()]

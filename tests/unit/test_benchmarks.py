@@ -42,7 +42,7 @@ def test_kernels() -> None:
         "| packed | 8 |",
         "sign, packed",
         "8 owners",
-        "sampled, momentum, rescale and damping: the default |",
+        "sampled, momentum, masking and rescale |",
         "| 0.80 | 0.50, 0.80, 1.10 |",
     ):
         assert row in page

@@ -88,7 +88,7 @@ def test_rules_that_are_functions_are_copied_with_equal_settings(
         "TopKEF(ratio=1.0)",
         "TopKEF(values='int8', warmup=((500, 0.25), (1000, 0.05)), momentum=0.9, nesterov=True)",
         "TopKEF(warmup=None, guard=Guard(nonfinite=5))",
-        "TopKEF(guard=None, momentum='optimizer', velocity_kept=0.5)",
+        "TopKEF(guard=None, momentum=0.0, follow_lr=True)",
         "TopKEF(ratios={'head.*': 1.0, is_convolution: 0.02})",
         "TopKEF(schedule=Accordion(critical=0.2))",
         "QSGD(bits=2)",

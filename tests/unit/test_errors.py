@@ -9,7 +9,8 @@ import pickle
 import pytest
 
 from horovod_topk import errors
-from horovod_topk.errors import ConfigError, TopKError
+from horovod_topk.config import split_deferred
+from horovod_topk.errors import ConfigError, TopKError, UnknownSettingError
 
 SUBCLASSES = [
     value for value in vars(errors).values() if isinstance(value, type) and value is not TopKError
@@ -49,11 +50,18 @@ def test_messages_name_the_tensor_the_problem_and_the_cure() -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_nesterovs_is_the_optimizers_where_its_momentum_is_taken_over(framework: str) -> None:
+def test_spellings_of_older_versions_name_what_to_write_instead(framework: str) -> None:
     pytest.importorskip(f"horovod.{framework}")
     topk = importlib.import_module(f"horovod_topk.{framework}").TopKEF
-    with pytest.raises(ConfigError, match="takes over whether the optimizer's is Nesterov's"):
-        topk(momentum="optimizer", nesterov=True)
-    with pytest.raises(ConfigError, match="takes over"):
-        topk.compact(nesterov=True)
-    assert topk.compact(nesterov=True, momentum=0.9).config.nesterov
+    with pytest.raises(ConfigError, match=r"momentum='optimizer' .* Leave momentum= out: 'auto'"):
+        topk(momentum="optimizer")
+    with pytest.raises(UnknownSettingError, match=r"'velocity_kept'.* always masks .* leave velo"):
+        topk(momentum=0.9, velocity_kept=0.5)
+    with pytest.raises(ConfigError, match=r"compact\(\) does not exist any more. Write TopKEF\(\)"):
+        topk.compact(values="int8")
+
+
+def test_nesterovs_is_the_optimizers_where_its_steps_are_adapted() -> None:
+    with pytest.raises(ConfigError, match="the momentum is the optimizer's, Nesterov's or not"):
+        split_deferred({"momentum": "auto", "nesterov": True})
+    assert split_deferred({"momentum": 0.9, "nesterov": True})[1] == {}

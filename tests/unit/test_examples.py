@@ -63,7 +63,7 @@ def test_topk_is_the_default(harness: Any, monkeypatch: pytest.MonkeyPatch) -> N
     found = harness.compression(args)
     assert found.config == type(found)().config
     assert found.deferred == type(found)().deferred
-    assert momentum_of(harness, args) == 0.9  # until it is taken over
+    assert momentum_of(harness, args) == 0.9
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_topk_is_the_default(harness: Any, monkeypatch: pytest.MonkeyPatch) -> N
         (["--compression", "topk", "--values", "int5"], "values='int5' is not one of the choices"),
         (["--compression", "topk", "--ratios", "fc"], "--ratios fc: write PATTERN=RATIO"),
         (
-            ["--compression", "topk", "--momentum", "optimizer", "--exchange", "hierarchical"],
+            ["--compression", "topk", "--momentum", "0.9", "--exchange", "hierarchical"],
             "exchange='hierarchical'",
         ),
     ],

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from horovod_topk.config import AUTO
-from horovod_topk.core.momentum_takeover import kind_of
+from horovod_topk.core.optimizers import kind_of
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.randomk import RandomK
 from horovod_topk.methods.topk import TopK
 from horovod_topk.torch_training import momentum, rates
 from horovod_topk.torch_training.adam import AdamSteps
@@ -70,7 +71,7 @@ def test_an_unknown_optimizer_may_have_any_settings(setting: str, value: Any) ->
     deferred = {"momentum": AUTO, "follow_lr": AUTO}
     config = momentum.fit_momentum(optimizer, TopK(), deferred)
     assert (config.momentum, config.by_arrivals) == (0.0, None)
-    momentum.advise(optimizer, config, AUTO)
+    momentum.advise(optimizer, config, is_auto=True)
     momentum.give_back(optimizer)
     momentum.hand_over(optimizer, 0.0, nesterov=False)
     follows = setting == "lr" and any(value is each for each in NUMBERS)
@@ -90,7 +91,7 @@ def test_a_subclass_may_have_any_betas(betas: Any) -> None:
     optimizer.param_groups[0]["betas"] = betas
     config = momentum.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
     assert config.by_arrivals is None
-    (warning,) = momentum.advise(optimizer, config, AUTO)
+    (warning,) = momentum.advise(optimizer, config, is_auto=True)
     assert f"does not adapt the steps of {__name__}.Adan" in warning
 
 
@@ -225,3 +226,31 @@ def test_an_optimizer_of_another_package_is_named_with_it() -> None:
     AdamW.__module__ = "bitsandbytes.optim.adamw"
     assert kind_of(AdamW([nn.Parameter(torch.zeros(2))], {})) == "bitsandbytes.optim.adamw.AdamW"
     assert kind_of(torch.optim.AdamW([nn.Parameter(torch.zeros(2))])) == "AdamW"
+
+
+@pytest.mark.parametrize(
+    ("make", "own", "zero"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}, 0.0),
+        (torch.optim.Adam, {"betas": (0.9, 0.99)}, (0.0, 0.99)),
+    ],
+)
+def test_a_momentum_that_an_older_version_has_set_to_zero_comes_back(
+    make: Any, own: dict[str, Any], zero: Any
+) -> None:
+    """It marked the parameter groups, and a checkpoint has kept them."""
+    optimizer = make([nn.Parameter(torch.zeros(2))], lr=0.1)
+    (setting,) = own
+    (group,) = optimizer.param_groups
+    group.update({setting: zero, momentum.TAKEN: (0.9, 0.0)})
+    config = momentum.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
+    assert group[setting] == own[setting] and momentum.TAKEN not in group
+    assert config.follows_arrivals
+
+
+def test_sums_of_all_ranks_leave_the_steps_of_sgd_alone() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+    config = momentum.fit_momentum(optimizer, RandomK(), {"momentum": AUTO})
+    assert (config.momentum, config.by_arrivals) == (0.0, None)
+    (warning,) = momentum.advise(optimizer, config, is_auto=True)
+    assert "sums of all ranks have no elements that arrive rarely" in warning

@@ -99,11 +99,6 @@ def test_fp16_sends_half_and_trains_alike() -> None:
     assert scores(half)[-1] == pytest.approx(scores(full)[-1], abs=0.02)
 
 
-def test_momentum_is_taken_over_from_the_optimizer() -> None:
-    corrected = run("TopKEF(ratio=1.0, momentum='optimizer')")
-    assert scores(corrected) == scores(run("none"))
-
-
 def test_a_run_that_diverges_ends_at_once() -> None:
     record = run("TopKEF(ratio=0.01)", lr=1e30)
     assert record.outcome("accuracy") == DIVERGED
@@ -214,7 +209,7 @@ def test_loops_of_the_study_train_and_clip(model: str) -> None:
     ends = []
     for clip_norm in (0, 1e-6):
         given = (options | {"clip_norm": clip_norm}).items()
-        call = "TopKEF(momentum='auto', velocity_kept=0.9, follow_lr='auto')"
+        call = "TopKEF(momentum='auto', follow_lr='auto')"
         task = Task(Cell(call, 0, (), (), ()), Path(loops.__file__), 2, tuple(given), 100.0)
         record = train(task)
         assert record.status == DONE

@@ -20,7 +20,7 @@ from horovod_topk.core.substitute import VARIABLE, parse
     [
         ("TopKEF", "TopKEF()"),
         (" TopKEF(ratio=0.01) ", "TopKEF(ratio=0.01)"),
-        ("TopKEF(momentum='optimizer', ratio=1e-3)", "TopKEF(momentum='optimizer', ratio=0.001)"),
+        ("TopKEF(momentum='auto', ratio=1e-3)", "TopKEF(momentum='auto', ratio=0.001)"),
         ("TopKEF(ratios={'8.*': 'dense'})", "TopKEF(ratios={'8.*': 'dense'})"),
         ('Dense(values="bfloat16")', "Dense(values='bfloat16')"),
         (
@@ -87,7 +87,7 @@ def test_settings_of_the_script_are_replaced_as_a_whole(
     adapter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "TopKEF(ratio=0.2)")
-    made = adapter.TopKEF(values="int8", momentum="optimizer", commit_dir="somewhere")
+    made = adapter.TopKEF(values="int8", momentum="auto", commit_dir="somewhere")
     assert (made.config.ratio, made.config.values) == (0.2, "int4")
     assert made.deferred == dict.fromkeys(DEFERRED, "auto")
     assert made.commit_dir == "somewhere"

@@ -51,14 +51,13 @@ NUMBERS: dict[str, Callable[[str], float]] = {
     "min_numel": int,
     "clip_norm": float,
     "momentum": float,
-    "velocity_kept": float,
 }
 EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # for settings that are off by default
 OVER_DDP = "ddp+"  # prefix of a compressor that is used with horovod_topk.ddp
 TRUTH = {"True": True, "False": False}
 # Time the steps that follow a warm-up; no guard ends compression.
 STEADY: Mapping[str, Any] = {"warmup": None, "guard": None}
-OPTIMIZERS_OWN = 0.9  # the optimizer's momentum, for TopKEF to take over
+OPTIMIZERS_OWN = 0.9  # the momentum of an optimizer whose steps a compressor adapts
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Method:
 
     @property
     def own_momentum(self) -> float:
-        """The momentum to give the optimizer, for a compressor to take over; 0: none."""
+        """The momentum to give the optimizer, whose steps a compressor adapts; 0: none."""
         asked = {**METHODS[self.compressor].for_training, **self.settings}.get("momentum")
         return OPTIMIZERS_OWN if asked in DEFERRED["momentum"] else 0.0
 

@@ -39,7 +39,6 @@ from horovod_topk.core.exchange.protocol import (
     check_split,
     wait_for_dropped,
 )
-from horovod_topk.core.momentum import correct
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
@@ -250,7 +249,7 @@ class HierarchicalBucket(Generic[Array]):
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
     ) -> None:
         """`BucketExchange.send`."""
-        self._name, gradients = name, correct(gradients, velocities, self._ops)
+        self._name = name
         for gradient, (firsts, outs) in zip(gradients, self._split, strict=True):
             self._ops.split_shards(gradient, firsts, outs)
         self._reduced = self._reduce()

@@ -237,10 +237,8 @@ struct Group {
     if (!correction || !correction->velocities) return source;
     source.velocity = correction->velocities[g];
     source.following = correction->following[g];
-    source.momentum = correction->momenta[g];
-    source.nesterov = correction->nesterov[g] != 0;
-    source.loss = correction->losses[g];
-    source.graded = correction->graded != 0;
+    source.momentum = correction->momentum;
+    source.nesterov = correction->nesterov != 0;
     return source;
   }
 

@@ -407,26 +407,15 @@ bool compensate(const void *residual, const void *gradient, void *sums, int64_t 
 }
 
 template <class R>
-inline R magnitude(R value) {
-  return value < 0 ? -value : value;
-}
-
-template <class R>
-void damp(const Source &source, const uint32_t *index, const void *sums, int64_t count,
-          ShardLayout layout) {
+void mask(const Source &source, const uint32_t *index, int64_t count, ShardLayout layout) {
   auto to = static_cast<R *>(source.following);
-  auto sent = static_cast<const R *>(sums);
-  const auto loss = (R)source.loss;
   auto natural = [&](int64_t i) {
     const auto place = (int64_t)index[i];
     return layout.parts == 1 ? place : layout.natural(place);
   };
   for (int64_t i = 0; i < count; ++i) {
     if (i + AHEAD < count) __builtin_prefetch(to + natural(i + AHEAD), 1);
-    const int64_t at = natural(i);
-    const R value = load(to, at), size = magnitude(value), most = magnitude(sent[i]);
-    const R lost = source.graded && size < most ? loss * (size / most) : loss;
-    store(to, at, value - lost * value);
+    store(to, natural(i), (R)0);
   }
 }
 
@@ -483,7 +472,7 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->prepare = prepare<R>;
   passes->prepare_buffer = prepare_buffer<R>;
   passes->restore_buffer = restore_buffer<R>;
-  passes->damp = damp<R>;
+  passes->mask = mask<R>;
   passes->product = product<R>;
   passes->orthonormalise = orthonormalise<R>;
   passes->pack_index[topkef::PACKED] = pack_packed;

@@ -156,8 +156,7 @@ struct Source {
   double scale = 1;                // of the residual
   const void *velocity = nullptr;  // u; null: none, and the next members are not read
   void *following = nullptr;       // memory for u'; null: it is not stored
-  double momentum = 0, loss = 0;   // loss: share of u' that is subtracted where a was sent,
-  bool graded = false;             // or, if graded, a smaller share, the larger a is relative to u'
+  double momentum = 0;
   bool nesterov = false;
   const int64_t *key = nullptr;    // two words and the committed steps; null: no random numbers
   const void *squares = nullptr;   // Adam's mean squares, for weights (weights.h), in the gradient's layout
@@ -269,10 +268,8 @@ using Product = void (*)(const void *left, const void *right, int64_t rows, int6
 /* Make rows orthonormal; see `horovod_topk.ops.orthonormal`. */
 using Orthonormalise = void (*)(void *rows, int64_t count, int64_t length);
 
-/* u -= loss * r * u for u = following[natural(index[i])], with r = min(1, |u| / |sums[i]|) if the source
- * is graded, else 1. */
-using Damp = void (*)(const Source &source, const uint32_t *index, const void *sums, int64_t count,
-                      ShardLayout layout);
+/* following[natural(index[i])] = 0. */
+using Mask = void (*)(const Source &source, const uint32_t *index, int64_t count, ShardLayout layout);
 
 /* Makes non-temporal stores visible to other threads. */
 using Fence = void (*)();
@@ -313,7 +310,7 @@ struct Passes {
   Prepare prepare;
   PrepareBuffer prepare_buffer;
   RestoreBuffer restore_buffer;
-  Damp damp;
+  Mask mask;
   Product product;
   Orthonormalise orthonormalise;
   Fence fence;

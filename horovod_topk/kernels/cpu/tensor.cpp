@@ -441,7 +441,7 @@ class TopK final : public Encoder {
     passes_->pack_index[tensor_.index](list.index, tensor_.k, tensor_.numel,
                                        payload + tensor_.index_at);
     if (kind_ == FULL) {
-      damp(source, list.index, list.value, tensor_.k);
+      mask(source, list.index, tensor_.k);
       return passes_->pack[FULL](list.value, {0, tensor_.k, tensor_.k}, payload + tensor_.value_at,
                                  nullptr, {});
     }
@@ -458,21 +458,19 @@ class TopK final : public Encoder {
     R *value = static_cast<R *>(list.value) + span.first;
     for (int64_t i = 0; i < span.count; ++i)
       __builtin_prefetch(static_cast<const R *>(source.candidate) + index[i], 0, 2);
-    if (is_damped(source))
+    if (source.velocity)
       for (int64_t i = 0; i < span.count; ++i)
         __builtin_prefetch(static_cast<const R *>(source.following) + layout_.natural(index[i]), 0, 2);
-    damp(source, index, value, span.count);
+    mask(source, index, span.count);
     bool finite = passes_->pack[kind_](value, span, payload + tensor_.value_at, value,
                                     Format{});
     passes_->spread(source.candidate, index, value, span.count);
     return finite;
   }
 
-  static bool is_damped(const Source &source) { return source.velocity && source.loss > 0; }
-
-  /* Subtract from the new velocities their loss where elements are sent, `sums`. */
-  void damp(const Source &source, const uint32_t *index, const void *sums, int64_t count) const {
-    if (is_damped(source)) passes_->damp(source, index, sums, count, layout_);
+  /* Set the new velocities to 0 where elements are sent. */
+  void mask(const Source &source, const uint32_t *index, int64_t count) const {
+    if (source.velocity) passes_->mask(source, index, count, layout_);
   }
 
   const TensorRecipe tensor_;

@@ -35,19 +35,16 @@ TOPKEF_API void topkef_bucket_free(topkef_bucket *bucket);
  *
  *     a = scale * e + u'        u' = momentum * u + g
  *     a = scale * e + (momentum * u' + g)  with `nesterov`
- *     u' -= loss * u'           where a was sent, but in tensors that are sent whole
- *     u' -= loss * min(1, |u'| / |a|) * u'   there with `graded`
+ *     u' = 0                    where a was sent, but in tensors that are sent whole
  *
  * Velocities and gradients then have the residuals' dtype, and velocities the gradients' layout. With
  * squares v, of the same dtype and layout, the largest |a| v^(-1/4) are selected (weights.h). */
 typedef struct topkef_correction {
   const double *scales;           /* one a tensor, shard after shard; NULL: all are 1 */
-  const void *const *velocities;  /* one a gradient, as all that follow; NULL: there are none */
-  void *const *following;         /* become u'; must overlap nothing else */
-  const double *momenta;
-  const uint8_t *nesterov;        /* 0 or 1 */
-  const double *losses;           /* in [0, 1] */
-  int graded;                     /* 0 or 1, for all */
+  const void *const *velocities;  /* one a gradient; NULL: there are none */
+  void *const *following;         /* one a gradient, become u'; must overlap nothing else */
+  double momentum;
+  int nesterov;                   /* 0 or 1 */
   const void *const *squares;     /* Adam's mean squares, one a gradient, or NULL; NULL: there are none */
 } topkef_correction;
 

@@ -75,7 +75,7 @@ def test_a_momentum_that_was_taken_over_is_given_back() -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9),
         named_parameters=task.named_parameters(),
-        compression=TopKEF(momentum="optimizer"),
+        compression=TopKEF(),
     )
     saved = optimizer.state_dict()
     saved["param_groups"][0] |= {"momentum": 0.0, "topkef_momentum": (0.8, 0.0)}

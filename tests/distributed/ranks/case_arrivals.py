@@ -237,11 +237,8 @@ def test_the_optimizers_state_is_its_own(kept: bool) -> None:
 
 
 def test_other_settings_leave_the_steps_alone() -> None:
-    """Momentum that is named, or a share of velocity, is corrected as before."""
     for make, settings, follows in (
         (adamw, {}, True),
-        (adamw, {"momentum": "optimizer"}, False),
-        (adamw, {"velocity_kept": 0.5}, False),
         (adamw, {"momentum": 0}, False),
         (adamw, {"exchange": "allgather", "ratio": 1.0}, False),
     ):

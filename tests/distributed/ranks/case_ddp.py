@@ -718,7 +718,7 @@ def fails(*args: Any, **kwargs: Any) -> None:
 
 def in_ddp(model: Any, optimizer: Any) -> None:
     """PyTorch refuses the hook, after all of our own checks."""
-    model.register_comm_hook, compression = fails, TopKEF(**SPARSE, momentum="optimizer")
+    model.register_comm_hook, compression = fails, TopKEF(**SPARSE)
     with pytest.raises(ArithmeticError):
         compression.attach(model, optimizer)
     del model.register_comm_hook

@@ -27,7 +27,6 @@ from world import TopKEF, hvd
 
 STORM = Guard(nonfinite=2, trend=None, residual=None)
 SPARSE = {"ratio": 0.05, "min_numel": 0, "warmup": None}
-VELOCITIES = SPARSE | {"momentum": "optimizer", "velocity_kept": "auto"}
 
 
 def nesterov(parameters: Any) -> torch.optim.Optimizer:
@@ -114,28 +113,12 @@ def test_with_more_ranks_it_is_dense_training_within_rounding(settings: dict[str
     assert TopKEF.of(ours).stats().exchange == ("sharded" if "exchange" in settings else "reduce")
 
 
-def test_the_optimizer_gets_the_mean_velocity() -> None:
-    """SGD's buffer has the mean velocity, with weight decay added, and not scaled by 1 - m."""
-    task, ours, _ = fallen(Setup(), TopKEF(**VELOCITIES, guard=STORM), 1)
-    before = training.snapshot(task)
-    assert not any("momentum_buffer" in ours.state[p] for p in task.parameters())
-    training.ordinary(task, ours, 7)
-    for p, was in zip(task.parameters(), before, strict=True):
-        assert p.grad is not None
-        applied = (p.grad + 1e-3 * was) / (1 - 0.9)
-        torch.testing.assert_close(ours.state[p]["momentum_buffer"], applied)
-    assert ours.param_groups[0]["momentum"] == 0.9
-
-
 @pytest.mark.parametrize("optimizer", [training.sgd, training.adamw])
-@pytest.mark.parametrize("settings", [SPARSE, VELOCITIES], ids=["arrivals", "velocities"])
-def test_it_comes_back_after_a_cool_down(settings: Any, optimizer: Any) -> None:
+def test_it_comes_back_after_a_cool_down(optimizer: Any) -> None:
     guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=3)
-    task, ours, seen = fallen(Setup(optimizer=optimizer), TopKEF(**settings, guard=guard), 7)
-    dense = 5 if settings is VELOCITIES else 4  # nothing is handed over without velocities
-    assert [each.level for each in seen[6:]] == [1.0] * dense + [0.05] * (7 - dense)
+    task, ours, seen = fallen(Setup(optimizer=optimizer), TopKEF(**SPARSE, guard=guard), 7)
+    assert [each.level for each in seen[6:]] == [1.0] * 4 + [0.05] * 3
     assert_ranks_equal(task.parameters())
-    assert TopKEF.of(ours).stats().momentum == (0.9 if settings is VELOCITIES else 0.0)
     assert TopKEF.of(ours).stats().residual_norm > 0.0
 
 
@@ -192,28 +175,6 @@ def test_a_run_that_goes_back_to_a_dense_step_comes_back_alike(optimizer: Any) -
         training.ordinary(task, ours, 9)  # a dense step, which is taken back again
         load(kept, task, ours)
     assert_same(*ends)
-
-
-def test_a_run_that_goes_back_to_before_has_its_velocities_again() -> None:
-    guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=2)
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**VELOCITIES, guard=guard))
-    for step in range(3):
-        training.ordinary(task, optimizer, step)
-    kept = saved(task, optimizer)
-    storm(task, optimizer, range(4, 6))
-    for step in range(6, 9):
-        training.ordinary(task, optimizer, step)
-    assert TopKEF.of(optimizer).stats().momentum == 0.0
-    again, history = [training.snapshot(task)], list[Any]()
-    for _ in range(2):
-        load(kept, task, optimizer)
-        for step in range(3, 6):
-            training.ordinary(task, optimizer, step)
-        history.append(training.snapshot(task))
-    assert_same(*history)
-    assert TopKEF.of(optimizer).stats().momentum == 0.9
-    assert not all(torch.equal(a, b) for a, b in zip(again[0], history[0], strict=True))
 
 
 @pytest.mark.world_size(2, 3)

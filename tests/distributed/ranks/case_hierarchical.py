@@ -268,9 +268,9 @@ def test_auto_takes_what_sends_least(placed: Placing) -> None:
 
 
 @pytest.mark.world_size(4)
-def test_auto_with_momentum_correction_does_without_nodes(placed: Placing) -> None:
+def test_auto_with_adapted_steps_does_without_nodes(placed: Placing) -> None:
     placed(usual_nodes())
-    stats = TopKEF.of(trained_by_auto(momentum="optimizer")).stats()
+    stats = TopKEF.of(trained_by_auto(momentum="auto")).stats()
     assert stats.exchange in ("allgather", "sharded")
     assert "hierarchical" not in stats.because
 

@@ -157,15 +157,13 @@ def test_options_of_horovods(method: str) -> None:
         ({"groups": 2}, torch.float32, {"clip_norm": 1.0}),
         ({"backward_passes_per_step": 2}, torch.float16, {}),
         ({}, torch.bfloat16, {"warmup": [(2, 1.0)]}),
-        ({}, torch.float32, {"momentum": "optimizer"}),
+        ({}, torch.float32, {"momentum": 0.9}),
     ):
         torch.manual_seed(0)
         task = training.perceptron(dtype)
         compressor = make(**settings, **own)
         optimizer = hvd.DistributedOptimizer(
-            training.plain_sgd(task.parameters())
-            if not own.get("momentum")
-            else torch.optim.SGD(task.parameters(), lr=0.01, momentum=0.9),
+            training.plain_sgd(task.parameters()),
             named_parameters=task.named_parameters(),
             compression=compressor,
             **options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from horovod_topk.errors import ConfigError
 from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup, Task
-from witness import assert_same
+from witness import assert_ranks_equal, assert_same
 from world import TopKEF as DefaultTopKEF
 from world import hvd
 
@@ -108,141 +109,86 @@ def test_a_momentum_that_comes_later_is_refused() -> None:
     TopKEF.of(optimizer).reset()
 
 
-@pytest.mark.parametrize("optimizer", [heavy_ball, training.adamw])
-def test_the_optimizers_momentum_is_taken_over(optimizer: Any) -> None:
-    """The same training as naming it twice, and parameter groups stay as they are."""
-    own = {"momentum": 0.0} if optimizer is heavy_ball else {"betas": (0.0, 0.999)}
-
-    def without(parameters: Any) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = optimizer(parameters)
-        made.param_groups[0].update(own)
-        return made
-
-    named, taken = Setup(optimizer=without).task(), Setup(optimizer=optimizer).task()
-    by_name = Setup(optimizer=without).distributed(named, corrected())
-    by_itself = Setup(optimizer=optimizer).distributed(taken, corrected(momentum="optimizer"))
-    before = {key: by_itself.param_groups[0][key] for key in (*own, "lr")}
-    for step in range(4):
-        training.ordinary(named, by_name, step)
-        training.ordinary(taken, by_itself, step)
-        assert {key: by_itself.param_groups[0][key] for key in before} == before
-        for velocity, gradient in zip(named.parameters(), taken.parameters(), strict=True):
-            assert velocity.grad is not None and gradient.grad is not None
-            torch.testing.assert_close(gradient.grad, 0.1 * velocity.grad)
-    for one, other in zip(training.snapshot(named), training.snapshot(taken), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    assert TopKEF.of(by_itself).stats().momentum == 0.9
-
-
-def test_a_momentum_that_cannot_be_taken_over_is_refused() -> None:
-    def dampened(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1)
-
-    for optimizer in (adagrad, dampened):
-        with pytest.raises(ConfigError, match="momentum='optimizer' was given, and"):
-            Setup(optimizer=optimizer).distributed(Setup().task(), TopKEF(momentum="optimizer"))
-
-
 @pytest.mark.parametrize(
-    ("optimizer", "kept", "early", "rule"),
+    ("optimizer", "early", "rule"),
     [
-        (heavy_ball, "auto", ((60, 0.2),), "sgd"),
-        (training.adamw, 0.0, ((60, 0.2),), "adam"),
-        (adagrad, "auto", (), None),
+        (heavy_ball, ((60, 0.2),), "sgd"),
+        (training.adamw, ((60, 0.2),), "adam"),
+        (adagrad, (), None),
     ],
 )
 def test_the_default_depends_on_the_kind_of_optimizer(
-    optimizer: Any, kept: object, early: object, rule: str | None
+    optimizer: Any, early: object, rule: str | None
 ) -> None:
     setup = Setup(optimizer=optimizer)
-    for compression in (DefaultTopKEF, DefaultTopKEF(), DefaultTopKEF.compact()):
+    for compression in (DefaultTopKEF, DefaultTopKEF()):
         config = TopKEF.of(setup.distributed(setup.task(), compression))._compressor.plan.config
         assert (config.values, config.ratio, config.follow_lr) == ("int4", 0.02, True)
-        assert config.momentum == 0.0
-        assert (config.velocity_kept, config.stretches) == (kept, early)
-        assert config.by_arrivals == rule
+        assert (config.momentum, config.stretches, config.by_arrivals) == (0.0, early, rule)
 
 
-def test_what_was_explicit_means_what_it_meant() -> None:
-    """Masking beside a momentum that is asked for by name; dense where all are sent."""
-    setup = Setup(optimizer=heavy_ball)
-    explicit = DefaultTopKEF(momentum="optimizer", values="float32")
-    config = TopKEF.of(setup.distributed(setup.task(), explicit))._compressor.plan.config
-    assert (config.velocity_kept, config.values) == (0.0, "float32")
-    config = TopKEF.of(
-        Setup(optimizer=training.adamw).distributed(setup.task(), explicit)
-    )._compressor.plan.config
-    assert (config.momentum, config.follows_arrivals) == (0.9, False)
-    optimizer = setup.distributed(setup.task(), DefaultTopKEF(ratio=1.0))
-    assert TopKEF.of(optimizer).stats().momentum == 0.0
+def auto(**settings: Any) -> TopKEF:
+    given = {"ratio": 0.1, "min_numel": 0, "momentum": "auto", "follow_lr": "auto"}
+    return TopKEF(**given | settings)
 
 
-def of_an_older_version(saved: Any) -> Any:
-    """The state of an optimizer whose momentum was taken over by setting it to 0."""
-    (group,) = saved["param_groups"]
-    off = {"betas": (0.0, 0.999)} if "betas" in group else {"momentum": 0.0}
-    return saved | {"param_groups": [group | off | {"topkef_momentum": (0.9, 0.0)}]}
+DENSE = hvd.Compression.none
 
 
-def test_a_checkpoint_of_an_older_version_brings_along_what_was_taken_over() -> None:
-    setup = Setup(optimizer=heavy_ball)
-    saved = of_an_older_version(
-        setup.distributed(Setup().task(), TopKEF(momentum="optimizer")).state_dict()
-    )
-
-    def loaded(parameters: Any) -> torch.optim.Optimizer:
-        made = heavy_ball(parameters)
-        made.load_state_dict(saved)
-        assert made.param_groups[0]["momentum"] == 0.0
-        return made
-
-    task = Setup(optimizer=loaded).task()
-    again = Setup(optimizer=loaded).distributed(task, TopKEF(momentum="optimizer"))
-    assert TopKEF.of(again)._compressor.plan.config.momentum == 0.9
-    training.ordinary(task, again, 0)
-    assert again.param_groups[0]["momentum"] == 0.9
-
-
-def test_an_optimizer_without_momentum_has_none_to_take_over() -> None:
-    with pytest.raises(ConfigError, match="SGD has none"):
-        PLAIN.distributed(PLAIN.task(), TopKEF(momentum="optimizer"))
-
-
-@pytest.mark.parametrize("optimizer", [heavy_ball, training.adamw])
-def test_a_momentum_that_was_taken_over_is_given_back_to_whoever_corrects_none(
-    optimizer: Any,
-) -> None:
-    saved = of_an_older_version(
-        Setup(optimizer=optimizer)
-        .distributed(Setup().task(), TopKEF(momentum="optimizer"))
-        .state_dict()
-    )
-    again = Setup(optimizer=optimizer)
-    task = again.task()
-    plain = again.distributed(task, TopKEF(ratio=0.1, min_numel=0))
-    kept = dict(plain.param_groups[0])
-    plain.load_state_dict(saved)
-    training.ordinary(task, plain, 0)
-    setting = "momentum" if optimizer is heavy_ball else "betas"
-    assert plain.param_groups[0][setting] == kept[setting]
-
-
-def test_momentum_that_has_built_up_goes_no_further_and_that_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    setup = Setup(optimizer=heavy_ball)
+def states_of(optimizer: Any, compression: Any, steps: int = 4) -> Any:
+    """The states of a model and its optimizer; the learning rate was moved."""
+    setup = Setup(optimizer=optimizer)
     task = setup.task()
-    dense = heavy_ball(task.parameters())
-    task.loss(0, 0).backward()
-    dense.step()
-    saved, new = dense.state_dict(), setup.task()
-    optimizer = setup.distributed(new, TopKEF(momentum="optimizer", min_numel=0))
-    with caplog.at_level("WARNING", "horovod_topk"):
-        training.ordinary(new, optimizer, 0)
-        assert "starts at zero" not in caplog.text
-        optimizer.load_state_dict(saved)
-        training.ordinary(new, optimizer, 1)
-    assert "momentum of SGD over, and starts at zero" in caplog.text
+    distributed = setup.distributed(task, compression)
+    for step in range(steps):
+        training.ordinary(task, distributed, step)
+    distributed.param_groups[0]["lr"] *= 0.5
+    return copy.deepcopy([task.state_dict(), distributed.state_dict()])
+
+
+def resumed(saved: Any, optimizer: Any, compression: Any, *, by_broadcast: bool) -> Any:
+    """A model and its optimizer that go on; on all ranks, or on rank 0, which tells the others."""
+    setup = Setup(optimizer=optimizer)
+    task = setup.task()
+    distributed = setup.distributed(task, compression)
+    if hvd.rank() == 0 or not by_broadcast:
+        task.load_state_dict(saved[0])
+        distributed.load_state_dict(copy.deepcopy(saved[1]))
+    if by_broadcast:
+        hvd.broadcast_optimizer_state(distributed, root_rank=0)
+        hvd.broadcast_parameters(task.state_dict(), root_rank=0)
+    return task, distributed
+
+
+@pytest.mark.horovod
+@pytest.mark.parametrize("by_broadcast", [False, True])
+@pytest.mark.parametrize("optimizer", [heavy_ball, training.adamw])
+def test_momentum_goes_on_with_and_without_compression(optimizer: Any, by_broadcast: bool) -> None:
+    """Where steps depend on arrivals, it is the optimizer's own."""
+    name = "exp_avg" if optimizer is training.adamw else "momentum_buffer"
+    for before, after in ((DENSE, auto()), (auto(), DENSE)):
+        saved = states_of(optimizer, before)
+        task, ours = resumed(saved, optimizer, after, by_broadcast=by_broadcast)
+        loaded = ours.state_dict()["state"]
+        for key, own in saved[1]["state"].items():
+            if hvd.rank() == 0 or not by_broadcast:
+                assert torch.equal(loaded[key][name], own[name])
+        assert any(own[name].any() for own in loaded.values())
+        training.ordinary(task, ours, 4)
+        assert_ranks_equal(task.parameters())
+
+
+@pytest.mark.horovod
+def test_one_rank_alone_may_have_loaded_another_momentum_before_it_is_distributed() -> None:
+    """As of a schedule that moves it; it is broadcast afterwards."""
+    momentum = 0.8 if hvd.rank() == 0 else 0.9
+    setup = Setup(optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=momentum))
+    task = setup.task()
+    ours = setup.distributed(task, auto())
+    hvd.broadcast_optimizer_state(ours, root_rank=0)
+    training.ordinary(task, ours, 0)
+    assert ours.param_groups[0]["momentum"] == 0.8
+    assert_ranks_equal(task.parameters())
 
 
 def clip_norm(task: Task) -> None:
@@ -315,9 +261,9 @@ def test_clipping_that_does_no_harm_is_not_warned_of(caplog: pytest.LogCaptureFi
     """Without momentum correction, before the exchange, in units of gradients."""
     quiet = [
         trained(heavy_ball, corrected(momentum=0.0), clip_norm),
-        trained(heavy_ball, corrected(momentum="optimizer", clip_norm=1.0)),
-        trained(heavy_ball, corrected(momentum="optimizer"), clip_norm),
-        trained(training.adamw, corrected(momentum="optimizer"), clip_norm),
+        trained(training.plain_sgd, corrected(clip_norm=1.0)),
+        trained(normalising, corrected(), clip_norm),
+        trained(training.adamw, corrected(momentum="auto"), clip_norm),
     ]
     assert "times larger" not in caplog.text
     assert not any(TopKEF.of(optimizer).stats().warnings for optimizer in quiet)

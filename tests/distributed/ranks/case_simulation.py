@@ -54,7 +54,7 @@ def trained(optimizer: str, compression: Any) -> nn.Module:
     [
         ("sgd", "TopKEF(ratio=0.01)"),
         ("adamw", "TopKEF(ratio=0.01, values='sign')"),
-        ("sgd", "TopKEF(ratio=0.01, values='int4', exchange='sharded', momentum='optimizer')"),
+        ("sgd", "TopKEF(ratio=0.01, values='int4', exchange='sharded')"),
         ("sgd", "Dense(values='bfloat16')"),
     ],
 )

@@ -195,7 +195,7 @@ DEFAULT = {"ratio": 0.02, "min_numel": 0, "warmup": None}
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (momentum, DEFAULT),
     "adamw": (adamw, DEFAULT),
-    "velocity": (momentum, DEFAULT | {"momentum": "optimizer"}),
+    "velocity": (sgd, DEFAULT | {"momentum": 0.9}),
     "sharded": (momentum, DEFAULT | {"exchange": "sharded"}),
     "hierarchical": (adamw, DEFAULT | {"exchange": "hierarchical"}),
 }

@@ -25,7 +25,7 @@ from horovod_topk.core.substitute import Substitute
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.adam import AdamSteps, arrived, second_moments
-from horovod_topk.torch_training.momentum import Loan, fit_momentum
+from horovod_topk.torch_training.momentum import fit_momentum
 from horovod_topk.torch_training.sgd import SgdSteps
 from horovod_topk.torch_training.specs import spec_of
 
@@ -104,23 +104,15 @@ def compressed(
     if "follow_lr" in deferred:
         config = replace(config, follow_lr=True)
     names = {p: name for name, p in model.named_parameters()}
-    if not config.taken_over:
-        moments = partial(second_moments, lambda: optimizer, names)
-        momenta = Momenta(config, moments) if config.follows_energies else None
-        made = Compressed(model, ranks, config, momenta)
-        steps: AdamSteps | SgdSteps = SgdSteps(names, lambda: made.compressors[0])
-        if config.follows_energies:
-            steps = AdamSteps(names, lambda: arrived(made.compressors[0]))
-        if config.follows_arrivals:
-            optimizer.register_step_pre_hook(lambda it, *_: steps.prepare(it))
-            optimizer.register_step_post_hook(lambda *_: steps.restore())
-    else:
-        loan = Loan(optimizer, names)
-        optimizer.register_step_pre_hook(lambda it, *_: loan.lend(it))
-        optimizer.register_step_post_hook(lambda it, *_: loan.take_back(it))
-        made = Compressed(model, ranks, config, Momenta(config, loan.now, loan.velocities))
-        for each in made.compressors:  # whose guards are at the same stage
-            loan.lends_for(each.guard)
+    moments = partial(second_moments, lambda: optimizer, names)
+    momenta = Momenta(config, moments) if config.follows_energies else None
+    made = Compressed(model, ranks, config, momenta)
+    steps: AdamSteps | SgdSteps = SgdSteps(names, lambda: made.compressors[0])
+    if config.follows_energies:
+        steps = AdamSteps(names, lambda: arrived(made.compressors[0]))
+    if config.follows_arrivals:
+        optimizer.register_step_pre_hook(lambda it, *_: steps.prepare(it))
+        optimizer.register_step_post_hook(lambda *_: steps.restore())
     if config.follow_lr:
         made.follow(optimizer)
     return made

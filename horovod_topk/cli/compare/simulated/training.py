@@ -81,7 +81,7 @@ class Job:
 def exchange(
     model: nn.Module, optimizer: torch.optim.Optimizer, compressor: Substitute, ranks: int
 ) -> Exchange:
-    """Make the exchange of a model's gradients; it may take over the optimizer's momentum."""
+    """Make the exchange of a model's gradients; it may adapt the optimizer's steps."""
     if compressor.is_horovods:
         return plain(model, ranks, compressor.name)
     return compressed(model, optimizer, ranks, compressor)

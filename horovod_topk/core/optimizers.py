@@ -1,4 +1,4 @@
-"""Momentum takeover: checks and messages so that momentum is applied exactly once.
+"""How settings fit an optimizer: checks that momentum is applied exactly once, and warnings.
 
 All frameworks share this file; each has a `momentum.py` that reads its own optimizers.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from horovod_topk.config import ADAM, AUTO, SGD
+from horovod_topk.config import AUTO
 from horovod_topk.core.base_compressor import elastic
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method, Rounds
@@ -18,14 +17,6 @@ from horovod_topk.methods.protocol import Method, Rounds
 log = logging.getLogger("horovod_topk")
 
 FRAMEWORKS = "torch.optim.", "keras.", "tf_keras.", "horovod_topk."  # and their own optimizers
-
-
-@dataclass(frozen=True)
-class Words:
-    """Words for error messages that differ between frameworks."""
-
-    known: str  # the optimizers whose momentum can be taken over
-    example: str  # how a user passes a momentum to such an optimizer
 
 
 @dataclass(frozen=True)
@@ -53,8 +44,20 @@ def kind_of(optimizer: object) -> str:
     return kind.__name__ if is_own else f"{kind.__module__}.{kind.__name__}"
 
 
-def why_not_corrected(config: Method) -> str:
-    """Reason why these settings leave momentum to the optimizer; empty: there is none."""
+HAS_NONE = "it has none"  # why "auto" leaves an optimizer as it is, without a warning
+
+
+def why_not_by_arrivals(config: Method) -> str:
+    """Reason why no step on these gradients depends on arrivals; empty: it can."""
+    if why := _why_not_late(config):
+        return why
+    if isinstance(config, Rounds):
+        return "sums of all ranks have no elements that arrive rarely"
+    return ""
+
+
+def _why_not_late(config: Method) -> str:
+    """Reason why no element of these gradients is known to arrive late; empty: there is none."""
     if config.exchange == "hierarchical":
         return "exchange='hierarchical' adds gradients up within a node"
     if config.ratio == 1.0 and not config.withheld():
@@ -62,41 +65,10 @@ def why_not_corrected(config: Method) -> str:
     return ""
 
 
-HAS_NONE = "it has none"  # why "auto" leaves the momentum of an optimizer, without a warning
-
-
-def rule_of_arrivals(config: Method, asked: str | None, *, normalises: bool | None) -> str | None:
-    """Rule by which these settings would have an optimizer's step depend on arrivals.
-
-    Args:
-        config: the settings.
-        asked: what the user has left to the compressor of `momentum`, if anything.
-        normalises: whether the optimizer divides by the root of a mean square, as Adam, or not, as
-            SGD; None: not known.
-
-    Returns:
-        A value of `by_arrivals`. None: there is no such rule, or the settings correct velocities.
-    """
-    if asked != AUTO or config.velocity_kept != AUTO or normalises is None:
-        return None
-    if normalises:
-        return ADAM
-    return None if isinstance(config, Rounds) else SGD
-
-
-def why_not_by_arrivals(config: Method) -> str:
-    """Reason why no step on these gradients depends on arrivals; empty: it can."""
-    if why := why_not_corrected(config):
-        return why
-    if isinstance(config, Rounds):
-        return "sums of all ranks have no elements that arrive rarely"
-    return ""
-
-
 def fitted(
     config: Method, deferred: Mapping[str, str], *, normalises: bool | None, follows: bool
 ) -> Method:
-    """Fill in the defaults that depend on the optimizer: the share of velocity, and `warmup`.
+    """Fill in the default of `warmup`, which depends on the optimizer.
 
     SGD gets a warm-up with larger ratios, and Adam if its steps depend on arrivals. Other Adams did
     not recover from one near the largest stable learning rate. Elastic jobs have none, as ranks
@@ -109,8 +81,6 @@ def fitted(
             SGD; None: not known.
         follows: whether the optimizer's steps depend on arrivals.
     """
-    if normalises and config.velocity_kept == AUTO:
-        config = replace(config, velocity_kept=0.0)
     if "warmup" in deferred and (normalises is False or follows) and not elastic():
         config = replace(config, warmup=AUTO)
     return config
@@ -144,60 +114,17 @@ def none_to_correct(momentum: float, kind: str, known: str) -> ConfigError:
     )
 
 
-def settings_of(kind: str, own: tuple[float, bool] | None, words: Words) -> dict[str, Any]:
-    """Settings `momentum` and `nesterov` that replace an optimizer's own momentum.
-
-    Args:
-        kind: class name of the optimizer.
-        own: its momentum, and whether that is Nesterov's; None: correction cannot replace it.
-        words: words of the framework for messages.
-
-    Raises:
-        ConfigError: the optimizer has no momentum, or none that correction can replace.
-    """
-    if own is None:
-        raise ConfigError(
-            f"momentum='optimizer' was given, and {kind} has no momentum that is known to be one "
-            "that can be corrected",
-            cure=f"Use it with {words.known}, or leave momentum= out",
-        )
-    if not own[0]:
-        raise ConfigError(
-            f"momentum='optimizer' was given, and {kind} has none",
-            cure=f"Give it one, such as {words.example}, or leave momentum= out",
-        )
-    return {"momentum": own[0], "nesterov": own[1]}
-
-
 def not_a_momentum(where: str, shown: str) -> ConfigError:
-    """The error for a taken-over momentum whose value has become invalid during training."""
+    """The error for an SGD whose momentum has become invalid during training."""
     return ConfigError(
-        f"{where} has {shown}, and its momentum is taken over",
-        cure="Keep momentum, or the first of betas, in [0, 1), and dampening at 0",
+        f"{where} has {shown}, and its steps are adapted",
+        cure="Keep momentum in [0, 1), and dampening at 0",
     )
-
-
-def note_taken(kind: str, momentum: float) -> None:
-    """Log that TopKEF takes over an optimizer's momentum."""
-    log.info("TopKEF takes over the momentum of %s: %g", kind, momentum)
 
 
 def note_followed(kind: str) -> None:
     """Log that an optimizer's steps depend on how often elements arrive."""
     log.info("TopKEF: steps of %s depend on how often elements arrive", kind)
-
-
-def warn_of_loaded(kind: str) -> str:
-    """Warn that loaded momentum buffers are ignored, as their momentum is taken over.
-
-    Returns:
-        The warning.
-    """
-    return _warned(
-        f"TopKEF takes the momentum of {kind} over, and starts at zero instead of from its "
-        "buffers: what was loaded is of training without compression. To go on from it, pass "
-        "momentum=0 to TopKEF"
-    )
 
 
 def warn_of_clipping(momentum: float, seen: str) -> str:
@@ -226,14 +153,14 @@ def advise(kind: str, config: Method, why: str, *, normalises: bool) -> tuple[st
     Args:
         kind: name of the optimizer's class.
         config: the settings for this optimizer.
-        why: why "auto" has left its momentum to it; empty: it has not.
+        why: why "auto" has left it as it is; empty: it has not.
         normalises: whether it is an Adam or AdamW with momentum.
 
     Returns:
         The warnings that were given: one or none.
     """
-    corrects = config.momentum or config.follows_arrivals
-    if corrects or not config.error_feedback or why_not_corrected(config):
+    adapts = config.momentum or config.follows_arrivals
+    if adapts or not config.error_feedback or _why_not_late(config):
         return ()
     if why and why != HAS_NONE:
         return (warn_of_unknown(kind, why),)
