@@ -124,6 +124,7 @@ def test_topk_is_the_default() -> None:
 
 def test_every_setting_that_is_offered_can_be_given() -> None:
     given = {"values": "int8", "indices": "plain", "exchange": "sharded", "selection": "sampled"}
+    given |= {"residuals": "int8"}
     needed = {"nesterov": ",momentum=0.9", "gather_ratio": ",exchange=sharded"}
     given |= {"momentum": "0.9", "nesterov": "True", "ratios": "head.*=dense"}
     for key in SETTINGS:
