@@ -20,10 +20,12 @@ from horovod_topk.cli.options import (
     with_optimizer,
 )
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
-from horovod_topk.config import EXCHANGES
+from horovod_topk.config import EXCHANGES, RESIDUALS
 from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.exchange.selection import fewest
+from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.stats import planned_bytes
 from horovod_topk.core.substitute import Substitute, parse
 from horovod_topk.cost.quantities import count
 from horovod_topk.cost.traffic import Busiest, Ranks, cheapest, nodes_of
@@ -35,7 +37,8 @@ DESCRIPTION = (
     "shapes and the settings; nothing is run. The last two columns say how many times fewer bytes "
     "leave a node than with a ring allreduce in float32 and in float16; on a single node they "
     "compare the bytes that a rank sends. 'auto' marks what exchange='auto' would take. "
-    "--compressor adds a row for any other method."
+    "--compressor adds a row for any other method. The second table has the memory of a rank's "
+    "state for each format of residuals."
 )
 
 
@@ -87,7 +90,23 @@ def main(args: argparse.Namespace) -> int:
         print(f"{line}  auto" if automatic else line)
     for line in others:
         print(line)
+    for line in memory(plans["float32"], nodes):
+        print(line)
     return 0
+
+
+def memory(plan: Plan, nodes: Nodes) -> Iterator[str]:
+    """Yield the lines of a table of the memory that a rank's state takes in PyTorch."""
+    owned = {"allgather": 1.0, "sharded": 1.0 + 1.0 / sum(nodes.sizes)}  # residuals' elements
+    if max(nodes.sizes) > 1:
+        owned["hierarchical"] = 1.0 / nodes.owners
+    elements = sum(tensor.numel for tensor in plan.tensors())
+    yield "\nmemory of a rank's state beside the optimizer's, payloads aside: bytes a parameter"
+    yield f"{'residuals':<14}{''.join(f'{kind:>14}' for kind in owned)}"
+    for residuals in RESIDUALS:
+        stored, others = planned_bytes(plan, residuals)
+        found = ((share * stored + others) / elements for share in owned.values())
+        yield f"{residuals:<14}{''.join(f'{each:>14.2f}' for each in found)}"
 
 
 def gradients_on(plan: Plan, device: str) -> str:

@@ -11,8 +11,16 @@ from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan
 from horovod_topk.core.probe import Probed
 from horovod_topk.core.residual import Squares
-from horovod_topk.core.state_dict import OWNED, RESIDUALS
-from horovod_topk.core.stats import Sample, Stats, StepCounters, measured, memory_of, planned
+from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS
+from horovod_topk.core.stats import (
+    Sample,
+    Stats,
+    StepCounters,
+    measured,
+    memory_of,
+    planned,
+    stored_bytes,
+)
 from horovod_topk.core.timing import Seconds
 from horovod_topk.errors import ConfigError
 
@@ -127,8 +135,11 @@ class Counting(Generic[Array]):
         """Totals and norms so far. Waits for the device."""
         if self.plan is None or self.exchange is None:
             return Stats(active=True)
+        known = planned(self.plan, self.exchange)
+        sizes = {key.removeprefix(METHOD_STATE): stored_bytes(p) for key, p in self.parts.items()}
         return replace(
-            planned(self.plan, self.exchange),
+            known,
+            element_bytes={key: size / max(known.elements, 1) for key, size in sizes.items()},
             steps=self.steps,
             rolled_back=self.rolled_back,
             total_sent_bytes=self.sent_bytes,

@@ -11,6 +11,7 @@ from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan
 from horovod_topk.core.residual import Squares
+from horovod_topk.core.rounds import state_names, state_plan
 from horovod_topk.core.stats_table import lines
 from horovod_topk.ops.coding import value_bytes
 
@@ -79,6 +80,7 @@ class Stats:
     exposed_seconds: float = 0.0  # waiting in collectives, of all steps
     decompress_seconds: float = 0.0  # of all steps
     memory_bytes: int = 0  # residuals, velocities, the method's state and payloads
+    element_bytes: Mapping[str, float] = field(default_factory=dict)  # part of it -> an element's
     fallbacks: Mapping[str, int] = field(default_factory=dict)  # reason -> how often it fell back
     ratios: Mapping[str, float] = field(default_factory=dict)  # tensor -> ratio of its own
     skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> why uncompressed
@@ -117,14 +119,25 @@ class Sample:
 
 
 def memory_of(parts: Iterable[Part[Any]], exchange: Exchange[Any], plan: Plan) -> int:
-    """Bytes of memory for a rank's state and payloads: each part of the state has two arrays."""
+    """Bytes of memory for a rank's state and payloads."""
+    return sum(map(stored_bytes, parts)) + exchange.buffer_bytes(plan)
+
+
+def stored_bytes(part: Part[Any]) -> int:
+    """Bytes of one part of the state, which has two arrays."""
     stored = (
         value_bytes(part.stored or RESIDUAL_DTYPE[part.specs[name].dtype], piece.numel)
-        for part in parts
         for name, pieces in part.pieces.items()
         for piece in pieces
     )
-    return 2 * sum(stored) + exchange.buffer_bytes(plan)
+    return 2 * sum(stored)
+
+
+def planned_bytes(plan: Plan, residuals: str) -> tuple[int, int]:
+    """Bytes of memory for residuals of all elements in a format, and for the method's state."""
+    kept = sum(value_bytes(residuals, tensor.numel) for tensor in plan.tensors())
+    states = (state_plan(bucket, name) for name in state_names(plan) for bucket in plan.buckets)
+    return 2 * kept, 2 * sum(value_bytes(each.residual_dtype, each.numel) for each in states)
 
 
 def measured(squares: Squares) -> dict[str, Any]:

@@ -53,7 +53,9 @@ def _rows(stats: Stats) -> Iterator[tuple[str, str]]:
     fallen = "".join(f"; fell back ({why}: {n})" for why, n in stats.fallbacks.items())
     ended = f"{stats.steps:,} committed, {stats.rolled_back:,} rolled back"
     yield "steps", f"{ended}; now at ratio {stats.level:g}{fallen}"
-    yield "memory", f"{stats.memory_bytes:,} bytes of residuals, method's state and payloads"
+    each = [f"{part} {size:.3g}" for part, size in stats.element_bytes.items() if size >= 0.01]
+    parts = f" ({', '.join(each)} an element)" if each else ""
+    yield "memory", f"{stats.memory_bytes:,} bytes of residuals, method's state and payloads{parts}"
     if stats.late:
         yield "late", _late(stats.late)
     if stats.lost_ranks:

@@ -194,7 +194,9 @@ def test_memory_is_that_of_the_format(residuals: str) -> None:
     (rank,) = world_of(METHODS["allgather"], residuals, 1, NATIVE).ranks
     stored = sum(value_bytes(residuals, spec.numel) for spec in SPECS)
     assert rank.memory_bytes == 2 * stored + rank.exchange.buffer_bytes(rank.plan)
-    assert rank.stats().elements == sum(spec.numel for spec in SPECS)
+    elements = sum(spec.numel for spec in SPECS)
+    assert rank.stats().elements == elements
+    assert rank.stats().element_bytes == {"residuals": 2 * stored / elements}
 
 
 def test_methods_without_error_feedback_keep_zeros() -> None:

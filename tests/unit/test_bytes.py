@@ -23,7 +23,7 @@ from horovod_topk.methods.topk import VALUES, TopK
 
 def rows(text: str) -> dict[tuple[str, str], tuple[int, float]]:
     """(exchange, values) -> bytes a rank sends, and how many times fewer leave a node."""
-    table = [line.split() for line in text.splitlines()[2:]]
+    table = [line.split() for line in text.partition("\n\n")[0].splitlines()[2:]]
     return {(e, v): (int(b.replace(",", "")), float(x[:-1])) for e, v, b, _, x, *_ in table}
 
 
@@ -41,6 +41,22 @@ def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[s
         (exchange, values) for exchange in ("allgather", "sharded") for values in VALUES
     }
     assert taken(text) == {"sharded"}
+
+
+def test_memory_of_each_format_of_residuals(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside 8 bytes of residuals, SGD's arrivals take 8 a parameter."""
+    assert cli.main(["bytes", "--ranks", "8", "--local-size", "4"]) == 0
+    _, head, *lines = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert head.split() == ["residuals", "allgather", "sharded", "hierarchical"]
+    found = {kind: [float(each) for each in rest] for kind, *rest in map(str.split, lines)}
+    assert found == {
+        "float32": [16.0, 17.0, 10.0],
+        "bfloat16": [12.0, 12.5, 9.0],
+        "int8": [10.03, 10.29, 8.51],
+        "int4": [9.03, 9.16, 8.26],
+    }
+    assert cli.main(["bytes", "--optimizer", "none"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["int4", "1.03", "1.16"]
 
 
 CALLS = {
@@ -64,7 +80,7 @@ def test_every_other_method_has_a_row(call: str, capsys: pytest.CaptureFixture[s
     """Of ResNet-50 on 8 ranks; an allgather sends P / 2 times a reduction's bytes."""
     times, exchange = CALLS[call]
     assert cli.main(["bytes", "--ranks", "8", "--compressor", call]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
+    line = capsys.readouterr().out.partition("\n\n")[0].splitlines()[-1]
     kind, name, sent, _, fewer, *_ = line.split()
     assert (kind, name) == (exchange, call.split("(")[0])
     assert line.endswith((call, f"{call}()"))

@@ -54,7 +54,8 @@ def test_commands_take_the_options_that_pages_give_them() -> None:
 def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[tuple[str, str], list[str]]:
     """The rows of `horovod-topk bytes`: exchange and values, then the figures."""
     assert cli.main(["bytes", *words]) == 0
-    rows = (line.split() for line in capsys.readouterr().out.splitlines()[2:])
+    table, _, _ = capsys.readouterr().out.partition("\n\n")
+    rows = (line.split() for line in table.splitlines()[2:])
     return {(row[0], row[1]): row[2:] for row in rows}
 
 

@@ -26,6 +26,7 @@ STATS = Stats(
     gradient_norm=1.5,
     residual_norm_ratio=1.9,
     memory_bytes=8_000_000,
+    element_bytes={"residuals": 2.03125, "arrivals": 8.0, "factors": 1e-5},
     level=0.02,
     ratios={"head.weight": 0.1},
     skipped=WHOLE,
@@ -55,6 +56,8 @@ def test_a_table_of_what_is_sent_and_what_waits() -> None:
         "1.9 times the gradient in the last sampled step (of the last step: norms 3 and 1.5)"
     )
     assert found["steps"] == "100 committed, 3 rolled back; now at ratio 0.02"
+    memory = "8,000,000 bytes of residuals, method's state and payloads"
+    assert found["memory"] == f"{memory} (residuals 2.03, arrivals 8 an element)"
     assert found["warnings"].startswith("a momentum is set twice")
     assert len(str(STATS).splitlines()) <= 12
     assert "skipped" not in str(STATS)
