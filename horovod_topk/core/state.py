@@ -307,13 +307,13 @@ class State(Counting[Array]):
         Raises:
             StateDictError: it does not fit; nothing has changed.
         """
+        check_velocity(bool(self.config.momentum), state)
         committed_of(state, 0)
         asked_of(state)
         decision_of(state)
         guard_of(state)
         for key in (RATES, LARGEST):
             rates_of(state, key)
-        check_velocity(bool(self.config.momentum), state)
         if self.exchange is not None:
             self._check(self.wrapped(without(state, self.later)), self.specs())
 

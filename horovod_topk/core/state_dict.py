@@ -426,7 +426,8 @@ def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
         raise StateDictError(
             f"the state dict says that a guard remembers {memory!r}, of which a counter is "
             "negative or the stage is none",
-            cure="Pass what state_dict() of a TopKEF compressor returned",
+            cure="Pass what state_dict() of a TopKEF compressor returned. Remove 'guard' from that "
+            "of an older version whose guard was handing momentum over",
         )
     return memory
 

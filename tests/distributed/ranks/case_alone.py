@@ -69,21 +69,6 @@ def test_momentum_is_left_to_the_optimizer(caplog: pytest.LogCaptureFixture) -> 
     assert "leaves momentum=0.9 to SGD" in caplog.text
 
 
-def test_a_momentum_that_was_taken_over_is_given_back() -> None:
-    """A checkpoint of a run that was compressed goes on in one process, loaded before or after."""
-    task = training.perceptron()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9),
-        named_parameters=task.named_parameters(),
-        compression=TopKEF(),
-    )
-    saved = optimizer.state_dict()
-    saved["param_groups"][0] |= {"momentum": 0.0, "topkef_momentum": (0.8, 0.0)}
-    optimizer.load_state_dict(saved)
-    training.ordinary(task, optimizer, 0)
-    assert optimizer.param_groups[0]["momentum"] == 0.8
-
-
 def test_gradients_are_clipped_here_too() -> None:
     """As `clip_grad_norm_` does, which is all that `clip_norm` is for one rank."""
     setup = Setup(optimizer=training.plain_sgd)
