@@ -82,7 +82,7 @@ practice: setup ## clipping, loss scaling, momentum, restarts on real data, besi
 crashes: setup ## kill a hundred ranks of elastic jobs, and account for what is lost (a quarter of an hour)
 	"$(VENV)/bin/python" scripts/crashes.py $(ARGS)
 
-docs: setup ## print anew what pages show of plan, bytes and compare (seconds; a test compares)
+docs: setup ## print anew what pages show of plan, bytes, compare and formulas (seconds; a test compares)
 	"$(VENV)/bin/python" scripts/printed.py $(ARGS)
 
 bench: setup ## time compression of a ResNet-50's gradients, PyTorch against TensorFlow

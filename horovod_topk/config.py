@@ -26,12 +26,9 @@ OPTIONAL: dict[str, object] = {
     "momentum": 0.0,
     "nesterov": False,
     "follow_lr": False,
-    "by_arrivals": None,
-    "beta2": None,
     "ratios": None,
     "residuals": "float32",
 }  # setting -> the value that switches it off
-ADAM, SGD = "adam", "sgd"  # values of `by_arrivals`
 AUTO = "auto"  # value of a setting that the optimizer and the job decide
 DEFERRED: Mapping[str, tuple[str, ...]] = {
     "momentum": (AUTO,),
@@ -39,7 +36,6 @@ DEFERRED: Mapping[str, tuple[str, ...]] = {
     "warmup": (AUTO,),
     "guard": (AUTO,),
 }  # setting -> values that are decided once the optimizer and the job are known
-BY_ADAPTERS = {"by_arrivals", "beta2"}  # settings that adapters set, not users
 REMOVED = {
     "velocity_kept": "A number for momentum= always masks the velocities of sent elements, and "
     "momentum='auto', the default, adapts the optimizer's own steps: leave velocity_kept= out"
@@ -79,7 +75,7 @@ class Settings:
             turn; `stats()` and `on_step` report the difference of the two results
             (`horovod_topk.core.probe`). None: off.
         momentum: "auto": SGD, Adam and AdamW keep their momentum, which then depends on how often
-            an element arrives (`horovod_topk.core.arrivals`). A number: momentum correction
+            an element arrives (`horovod_topk.updates.formulas`). A number: momentum correction
             (`horovod_topk.core.momentum`), which replaces the optimizer's own momentum: give the
             optimizer a momentum of 0. Exchanged gradients are velocities then, up to
             1 / (1 - momentum) times larger: clip with `clip_norm`. 0: neither.
@@ -114,8 +110,6 @@ class Settings:
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
     follow_lr: bool = False  # rescale residuals when the learning rate changes
-    by_arrivals: str | None = None  # "adam" or "sgd", if its step depends on arrivals
-    beta2: float | None = None  # Adam's second beta, if its step depends on arrivals
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
     residuals: str = "float32"  # format in which residuals are stored between steps
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
@@ -157,16 +151,6 @@ class Settings:
         if isinstance(self.warmup, int):
             return _exponential(self.warmup, self.ratio)
         return self.warmup if isinstance(self.warmup, tuple) else ()
-
-    @property
-    def follows_arrivals(self) -> bool:
-        """Whether the optimizer's step depends on how often elements arrive: `core.arrivals`."""
-        return self.by_arrivals is not None
-
-    @property
-    def follows_energies(self) -> bool:
-        """Whether that step also depends on the energy that error feedback takes away: Adam's."""
-        return self.by_arrivals == ADAM
 
     @property
     def needed_measures(self) -> tuple[str, ...]:
@@ -220,8 +204,6 @@ class Settings:
         return agreed
 
     def _is_off(self, name: str) -> bool:
-        if name == "beta2":
-            return True  # the optimizer's: may change, or differ before a broadcast
         return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
 

@@ -51,6 +51,11 @@ DEFAULT = "TopKEF(warmup=None)"  # as after its first 60 steps
 PLAIN = "TopKEF(momentum=0, follow_lr=False, warmup=None)"
 SETTLE = 24  # steps before the first timed one; phi, which begins at 1, has settled then
 FLOOR = "`r += g`"
+BESIDE = {  # row -> the dense row whose step is not added
+    "TopKEF, AdamW": "dense, fused AdamW",
+    "TopKEF, SGD with momentum": "dense, SGD with momentum",
+    "plain error feedback": "",
+}
 Parts = dict[str, float]  # milliseconds by part of a step
 
 TEMPLATE = """\
@@ -64,13 +69,15 @@ take turns; the times are those of the first. `TopKEF` has its default settings,
 60 steps. Medians of {repeats} steps; all rows take turns. Multiples are medians of the quotient in
 the same turn.
 
-| | encode, ms | of `r += g` | decode two payloads and commit, ms | the optimizer's step, ms |
-| --- | --- | --- | --- | --- |
+| | encode, ms | of `r += g` | decode two and commit, ms | optimizer's step, ms | added in all |
+| --- | --- | --- | --- | --- | --- |
 {rows}
 
 - `r += g` adds all gradients to residuals of the same size. No error feedback can cost less.
-- The optimizer's step includes what TopKEF does before and after it to adapt momentum
-  ([settings.md](settings.md#sgd-with-momentum)); the rows "dense" have the optimizer alone.
+- The optimizer's step of TopKEF is its own update ([settings.md](settings.md#sgd-with-momentum));
+  the rows "dense" have the optimizer alone.
+- Decode two: payloads of two ranks. Added in all, of `r += g`: encode, decode and step, less the
+  dense optimizer's step; AdamW's beside PyTorch's fused one, which is its fastest.
 - Plain: `momentum=0, follow_lr=False`. In TensorFlow, as part of a `tf.function`, all of its work
   takes {tensorflow:.0f} ms a step, {slower:.2f} times PyTorch's {plain:.0f} ms.
 - [kernels.md](kernels.md) times the kernels by themselves.
@@ -110,7 +117,7 @@ class InTorch:
 
     Args:
         specs: shapes of its parameters.
-        optimizer: adamw, sgd or none.
+        optimizer: adamw, fused adamw, sgd or none.
         call: the compressor; None: dense, so that nothing is compressed.
     """
 
@@ -119,8 +126,9 @@ class InTorch:
             {spec.name: nn.Parameter(0.02 * torch.randn(spec.shape)) for spec in specs}
         )
         parameters = list(self._model.parameters())
-        self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters)
-        if optimizer != "adamw":
+        is_fused = optimizer == "fused adamw"
+        self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, fused=is_fused)
+        if "adamw" not in optimizer:
             self._optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
         self._steps = optimizer != "none"
         for p in parameters:
@@ -246,6 +254,7 @@ def ways(specs: Sequence[TensorSpec]) -> dict[str, Callable[[], Parts]]:
         FLOOR: triad(specs),
         "TopKEF, AdamW": InTorch(specs, "adamw", DEFAULT),
         "dense, AdamW": InTorch(specs, "adamw", None),
+        "dense, fused AdamW": InTorch(specs, "fused adamw", None),
         "TopKEF, SGD with momentum": InTorch(specs, "sgd", DEFAULT),
         "dense, SGD with momentum": InTorch(specs, "sgd", None),
         "plain error feedback": InTorch(specs, "none", PLAIN),
@@ -281,7 +290,14 @@ def report(taken: dict[str, list[Parts]], repeats: int) -> str:
         encode, decode, step = (
             f"{parts[part]:.1f}" if part in parts else "" for part in ("encode", "decode", "step")
         )
-        rows.append(f"| {name} | {encode} | {times} | {decode} | {step} |")
+        added = ""
+        if name in BESIDE:
+            dense = [each["step"] for each in taken[BESIDE[name]]] if BESIDE[name] else floors
+            each_turn = zip(taken[name], dense, floors, strict=True)
+            less = bool(BESIDE[name])
+            shares = [(sum(own.values()) - less * d) / floor for own, d, floor in each_turn]
+            added = f"{statistics.median(shares):.1f}"
+        rows.append(f"| {name} | {encode} | {times} | {decode} | {step} | {added} |")
     plain, tensorflow = (sum(found[n].values()) for n in ("plain error feedback", "TensorFlow"))
     return TEMPLATE.format(
         repeats=repeats,

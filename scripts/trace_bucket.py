@@ -6,7 +6,8 @@ The bucket has the two parameters of a linear layer. `out` begins with Horovod's
 Horovod's collective is called. `back` begins where Horovod asks for the exchanged gradient and ends
 when it is in `p.grad`. Comprehensions, and functions that `dataclass` writes, are
 not listed. The first bucket of a step also has to look whether ranks, learning rates or the ratio
-have changed: `once` lists the functions for that.
+have changed: `once` lists the functions for that. At the end are the files that run in a step with
+SGD's momentum, from `backward()` to the applied weight.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from horovod_topk.torch import TopKEF
 
 ROOT = Path(horovod_topk.__file__).parent
 ONCE = "Compressor._begin_step"  # what is called below it is done once a step
+LATER = 20  # steps after which TopKEF does not look for a GradScaler any more
 
 
 class Trace:
@@ -89,13 +91,38 @@ def trace(**settings: Any) -> dict[str, list[str]]:
     return traced.found
 
 
+def files() -> list[str]:
+    """Files of the package that run in a later step of the default. Every rank has to call it."""
+    model, found = torch.nn.Linear(512, 512), set[str]()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=TopKEF(warmup=None),
+    )
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if ROOT in path.parents:
+            found.add(str(path.relative_to(ROOT)))
+
+    for step in range(LATER + 1):
+        loss = model(torch.randn(4, 512)).sum()
+        sys.setprofile(note if step == LATER else None)
+        loss.backward()
+        optimizer.step()
+        sys.setprofile(None)
+        optimizer.zero_grad()
+    return sorted(found)
+
+
 def main() -> None:
     """Print the way of a bucket on rank 0."""
     hvd.init()
-    found = trace()
+    found, run = trace(), files()
     if hvd.rank() == 0:
         for part, lines in found.items():
             print(f"{part}: {len(lines)} functions", *lines, sep="\n    ")
+        print(f"files: {len(run)}", *run, sep="\n    ")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 from horovod_topk.core.rates import LARGEST, RATES, rates_of
 from horovod_topk.core.state_dict import (
     COMMITTED,
+    OPTIONAL,
     STATE_VERSION,
     asked_of,
     decision_of,
@@ -22,7 +23,7 @@ from horovod_topk.core.state_dict import (
 from horovod_topk.errors import CheckpointError, StateDictError
 
 RESIDUALS = "residuals"
-_DTYPES = ("F32", "F64")  # dtypes of residuals, as safetensors names them
+_DTYPES = ("F32", "F64", "U8")  # dtypes of states, as safetensors names them
 
 
 def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
@@ -104,11 +105,12 @@ def _check_arrays(part: str, state: Any, tensors: Mapping[str, Any], where: str)
             lacks = "a shape" if name in saved else "an array"
             raise _foreign(where, f"its {part} lack {lacks} of this tensor", tensor=name)
         expected, found = [math.prod(state["shapes"][name])], saved[name]
-        if found["shape"] != expected or found["dtype"] not in _DTYPES:
+        dtypes = (*_DTYPES, "U8") if state.get(OPTIONAL) else _DTYPES
+        if found["shape"] != expected or found["dtype"] not in dtypes:
             raise _foreign(
                 where,
                 f"its {part} have {found['dtype']} of shape {found['shape']} for this tensor, "
-                f"{' or '.join(_DTYPES)} of {expected} were expected",
+                f"{' or '.join(dtypes)} of {expected} were expected",
                 tensor=name,
             )
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
-from horovod_topk.core.arrivals import STATES
 from horovod_topk.core.rates import LARGEST, RATES
 from horovod_topk.core.state_dict import (
     ASKED,
@@ -20,6 +19,7 @@ from horovod_topk.core.state_dict import (
     DECISION,
     GUARD,
     METHOD_STATE,
+    OPTIONAL,
     SHARED,
     STEPS,
     check_nothing_is_owed,
@@ -90,8 +90,8 @@ def share_out(
         own = {**own, "velocity": _at_zero(own["velocity"])}
     for part in parts_of(own):
         if part.startswith(METHOD_STATE) and part not in common:
-            name = part.removeprefix(METHOD_STATE)
-            if name not in STATES:
+            if not own[part].get(OPTIONAL):
+                name = part.removeprefix(METHOD_STATE)
                 log.warning("TopKEF: the method's %s starts at zero", name)
             own = {**own, part: _at_zero(own[part])}
     mine = reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops)
@@ -197,7 +197,7 @@ def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         velocity = _residuals(saved.get("velocity", {}), own["velocity"], "velocity")
         fitting["velocity"] = {**own["velocity"], "residuals": velocity}
     for part in parts_of(own):
-        if part.removeprefix(METHOD_STATE) in STATES:  # no loss, if it does not fit
+        if own[part].get(OPTIONAL):  # no loss, if it does not fit
             fitting[part] = saved.get(part, _at_zero(own[part]))
         elif part.startswith(METHOD_STATE):
             kept = _residuals(saved.get(part, {}), own[part], part.removeprefix(METHOD_STATE))

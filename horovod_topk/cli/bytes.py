@@ -14,6 +14,7 @@ from horovod_topk.cli.options import (
     add_optimizer,
     add_selection,
     check_ranks,
+    follows_of,
     method_of,
     optimizer_of,
     whole,
@@ -153,10 +154,9 @@ def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Pla
         exchange="auto",  # valid with every setting, as all exchanges are listed
         gather_ratio=args.gather_ratio,
         min_numel=args.min_numel,
-        by_arrivals=optimizer_of(args.optimizer),
         ratios=parse_ratios(args.ratios),
     )
-    return make_plan(specs, config)
+    return make_plan(specs, config, follows=follows_of(optimizer_of(args.optimizer)))
 
 
 def _line(exchange: str, values: str, sent: int, leaving: int, dense: int) -> str:

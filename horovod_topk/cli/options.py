@@ -8,14 +8,16 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from horovod_topk.config import ADAM, SGD, split_deferred
+from horovod_topk.config import split_deferred
 from horovod_topk.core.substitute import Substitute
 from horovod_topk.cost.machine import DEVICES
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.methods.topk import TopK
+from horovod_topk.updates.tracker import Rule
 
 MOST_RANKS = 16_384  # more than the largest jobs have
 MOST_LOCAL = 128  # ranks of a node
+SGD, ADAM = "sgd", "adam"
 OPTIMIZERS = {SGD: "SGD with momentum", ADAM: "Adam or AdamW"}  # those whose steps TopKEF adapts
 PLAIN = "none"  # value of `--optimizer` for plain error feedback
 
@@ -151,8 +153,13 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
 
 
 def optimizer_of(asked: str | None) -> str | None:
-    """The optimizer whose steps are adapted, as in `Settings.by_arrivals`; None: none."""
+    """The optimizer whose steps are adapted, a key of `OPTIMIZERS`; None: none."""
     return {None: SGD, PLAIN: None}.get(asked, asked)
+
+
+def follows_of(optimizer: str | None) -> Rule | None:
+    """What is kept and sent for the optimizer's steps."""
+    return None if optimizer is None else Rule(optimizer)
 
 
 def with_optimizer(optimizer: str | None) -> str:

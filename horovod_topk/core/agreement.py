@@ -37,7 +37,7 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
 
     A rank that compresses nothing calls `agree_on_nothing`.
 
-    Where the optimizer's steps depend on arrivals, their kernels have to be of one kind, too.
+    Where the optimizer's update depends on the exchange, its kernels have to be of one kind, too.
 
     A collective: every rank of the communicator must call it, in the same order among its
     collective calls.
@@ -50,7 +50,7 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
         PlanMismatchError: on every rank, when any two plans differ.
         MissingRanksError: a rank did not come within the limit.
     """
-    devices = {bucket.device for bucket in plan.buckets} if plan.config.by_arrivals else ()
+    devices = {bucket.device for bucket in plan.buckets} if plan.follows is not None else ()
     kernels: list[object] = [*sorted(set(map(ops.kernel_kind, devices)))]
     return _agree({**plan.fields(), "kernels": kernels}, ordinal, ops, collective)
 

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, Self, SupportsFloat
 
 from horovod_topk.config import (
-    BY_ADAPTERS,
     Settings,
     check_settings,
     reject_unknown,
@@ -134,7 +133,7 @@ class BaseCompressor(abc.ABC):
             self.__class__ = getattr(adapter, put.name)
             positional, settings = (), dict(put.settings)
         own = {each.name for each in fields(self.method)}
-        known = {*own, "grad_scaler", "commit_dir"} - BY_ADAPTERS
+        known = {*own, "grad_scaler", "commit_dir"}
         reject_unknown({*settings} - known, known, type(self).__name__)
         self._check_scaler(grad_scaler)
         self.grad_scaler = grad_scaler
@@ -147,7 +146,7 @@ class BaseCompressor(abc.ABC):
     def __repr__(self) -> str:
         """The call that makes this compressor: settings that are not the defaults."""
         needed = {each.name: getattr(self.config, each.name) for each in fields(self.config)}
-        needed = {name: needed[name] for name in needed.keys() - BY_ADAPTERS} | {**self.deferred}
+        needed |= self.deferred
         for name in sorted(needed, reverse=True):
             rest = {each: needed[each] for each in needed if each != name}
             with suppress(ConfigError):
@@ -400,7 +399,6 @@ def _signature(method: type[Method]) -> inspect.Signature:
             default=chosen.get(each.name, each.default),
         )
         for position, each in enumerate(inspect.signature(method).parameters.values())
-        if each.name not in BY_ADAPTERS
     ]
     more = [inspect.Parameter(n, keyword, default=None) for n in ("grad_scaler", "commit_dir")]
     return inspect.Signature([*own, *more])

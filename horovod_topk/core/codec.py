@@ -69,7 +69,8 @@ class PayloadCodec(Generic[Array]):
 
     Attributes:
         arrived: the measures of all ranks that arrived last with each bucket, by its ordinal.
-        told: means over ranks of the numbers of `tell` that arrived last, by the bucket's ordinal.
+        told: the numbers of `tell` that arrived last, by the bucket's ordinal: bytes of float32, a
+            row a rank.
     """
 
     def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
@@ -322,7 +323,7 @@ class PayloadCodec(Generic[Array]):
         velocities: Velocities[Array] | None = None,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients if the kernel can."""
-        stored = arenas
+        stored = [each for each in arenas if each.is_narrow]
         for each in stored:
             each.widen()
         held = [self.withhold(each, gradients) for each in arenas] if self._most else []
@@ -450,14 +451,11 @@ class PayloadCodec(Generic[Array]):
         return flags
 
     def _read_told(self, bucket: BucketPlan, gathered: Array) -> None:
-        """Average over ranks the numbers that describe a bucket's tensors."""
-        count, ops, dtype = bucket.tensor_measures, self._ops, bucket.residual_dtype
+        """Note the numbers that describe a bucket's tensors."""
+        count = bucket.tensor_measures
         width = bucket.layout.payload_bytes // bucket.writers
         at = HEADER_BYTES + wire.MEASURE * (len(bucket.measures) - count)
-        rows = ops.load(gathered, width, at, wire.MEASURE * count)
-        total: Any = ops.zeros(count, dtype, bucket.device)
-        ops.accumulate(total, None, ops.unpack_values(rows, count, "float32", dtype))
-        self.told[bucket.ordinal] = total * (1 / ops.rows(gathered, width))
+        self.told[bucket.ordinal] = self._ops.load(gathered, width, at, wire.MEASURE * count)
 
     def mask(self, arenas: Arenas[Array], payload: Array, own: Velocities[Array]) -> None:
         """Set the velocities of the elements that a payload sends to 0; see `core.momentum`."""

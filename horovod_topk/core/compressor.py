@@ -11,25 +11,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar, cast
 
-from horovod_topk.core.arrivals import NORMS
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.exchange.selection import dense_beside
 from horovod_topk.core.facts import digest_of, digest_of_rates, mismatch, pack, with_ratio
+from horovod_topk.core.follower import Follow
 from horovod_topk.core.measures import EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.meeting import Meets
-from horovod_topk.core.momentum import Momenta, check_dtypes
+from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.payload import FACTS_BYTES
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import STORED, Arenas, ResidualRegistry, Squares
-from horovod_topk.core.rounds import Whole, is_shared, state_names, state_plan
+from horovod_topk.core.rounds import Whole, declared, state_plan
 from horovod_topk.core.state import State
-from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY
+from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY
 from horovod_topk.core.step import Step, Storage
 from horovod_topk.core.timing import StepTimer
 from horovod_topk.errors import TopKError
@@ -49,8 +50,8 @@ class Compressor(State[Array]):
         plan: the tensors, at the ratio of the settings.
         ops, codec, exchange: compute, encode and exchange arrays.
         name: prefix of the collectives' names, equal on all ranks.
-        momenta: Adam's second moments by tensor; None: as the settings say.
         timer: measures the seconds of each step; None: a timer that measures no collective.
+        follow: makes the followers of buckets, if the plan follows something.
 
     Raises:
         UnsupportedDtypeError: momentum is corrected, and no velocity can be kept for a gradient.
@@ -68,14 +69,15 @@ class Compressor(State[Array]):
         codec: PayloadCodec[Array],
         exchange: Exchange[Array],
         name: str,
-        momenta: Momenta | None = None,
         timer: StepTimer | None = None,
+        follow: Follow | None = None,
     ) -> None:
-        super().__init__(plan.config, plan.reduction, ops)
+        super().__init__(plan.config, plan.reduction, ops, follows=plan.follows)
+        self._follow_buckets = follow
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
         self._usual = exchange  # while gradients are compressed
         self._dense: Exchange[Array] | None = None  # after the guard has ended compression
-        self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
+        self._agreed = plan
         self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
         codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
         stored = STORED[plan.config.residuals]
@@ -85,7 +87,8 @@ class Compressor(State[Array]):
         if plan.config.momentum:
             check_dtypes(plan)
             self.velocity = ResidualRegistry(plan, ops)
-        self.states = {name: self._state(name) for name in state_names(plan)}
+        self._declared = declared(plan)
+        self.states = {name: self._state(name) for name in self._declared}
         parts = {RESIDUALS: self.registry, OWNED: self.owned, VELOCITY: self.velocity}
         parts |= {METHOD_STATE + name: part for name, part in self.states.items()}
         self._registries = {key: part for key, part in parts.items() if part is not None}
@@ -193,6 +196,14 @@ class Compressor(State[Array]):
         self.plan = plan
         self.step.replan(plan)
 
+    def share_with(self, other: Compressor[Array]) -> None:
+        """Use another rank's arrays of states that the optimizer's update writes.
+
+        Simulated ranks have one optimizer.
+        """
+        self.states |= {name: part for name, part in other.states.items() if part.in_place}
+        self.step = self._new_step()
+
     def traffic(self) -> Traffic:
         """Bytes that this rank sends in each step."""
         return self.exchange.traffic(self.plan)
@@ -244,7 +255,7 @@ class Compressor(State[Array]):
 
     def _largest_decay(self) -> float:
         """Largest ratio over tensors of the learning rate to its largest value so far."""
-        return max(map(self._decay, self.registry.pieces), default=1.0)
+        return max(map(self.decay, self.registry.pieces), default=1.0)
 
     def _sent(self) -> list[ResidualRegistry[Array]]:
         """This rank's residuals and, if there are any, the owner's residuals."""
@@ -265,7 +276,6 @@ class Compressor(State[Array]):
         before, self.ranks_before = self.ranks_before, ranks
         if before is not None and before != ranks:
             self.registry.scale(rescaling(self.plan.reduction, before, ranks))
-        self._momenta.turn()
         if self.rates is not None:
             self._follow(self.rates.turn(self.counter.committed))
         facts = self._pack_facts()
@@ -341,14 +351,15 @@ class Compressor(State[Array]):
         if factors:
             for registry in self._sent():
                 registry.rescale(factors)
-            if NORMS in self.states:  # what has waited may arrive as large as it is now
-                self.states[NORMS].rescale({name: max(1.0, f) for name, f in factors.items()})
+            for name, spec in self._declared.items():
+                if spec.in_units:  # what has waited may arrive as large as it is now
+                    self.states[name].rescale({n: max(1.0, f) for n, f in factors.items()})
             self.step.forget_gradients()
 
     @property
     def _adapts(self) -> bool:
-        """Whether the next step follows arrivals, if the settings do: not after a fall-back."""
-        return not (self.config.follows_arrivals and self.guard.is_over)
+        """Whether the next step is followed, if the plan says so: not after a fall-back."""
+        return not (self.follows is not None and self.guard.is_over)
 
     @property
     def _next_exchange(self) -> Exchange[Array]:
@@ -366,15 +377,15 @@ class Compressor(State[Array]):
 
         Args:
             ratio: ratio of the level.
-            adapts: whether the level follows arrivals, if the settings do.
+            adapts: whether the level is followed, if the plan says so.
             exchange: how gradients travel at this level.
         """
-        settings = self.schedule.settings(ratio, adapts=adapts)
+        settings = self.schedule.settings(ratio)
         if exchange is not self._usual:
             settings = Whole.beside(settings)
         self._level, self.exchange = (ratio, adapts, exchange), exchange
         self._place = self.place
-        self.plan = self.plan.under(settings)
+        self.plan = self.plan.under(settings, self.follows if adapts else None)
         for registry in self._registries.values():
             if registry not in self.states.values():
                 registry.turn_to(self.plan)
@@ -382,15 +393,14 @@ class Compressor(State[Array]):
         self.step.probe = probe
 
     def _new_step(self) -> Step[Array]:
-        shared = self._ops, self._codec, self.exchange
-        arguments = *shared, self.name, self._momenta, self._decay, self._number, self.timer
-        return Step(self.plan, self._storage, *arguments)
+        shared = self._ops, self._codec, self.exchange, self.name, self._number, self.timer
+        return Step(self.plan, self._storage, *shared, self._follow_buckets)
 
     def _number(self, name: str) -> float:
         """This rank's measure of the previous step; see `horovod_topk.core.measures`."""
         return self._numbers.get(name, 0.0)
 
-    def _decay(self, name: str) -> float:
+    def decay(self, name: str) -> float:
         """A tensor's learning rate divided by its largest value so far; 1 if it is not known."""
         return 1.0 if self.rates is None else self.rates.decay(name)
 
@@ -405,6 +415,11 @@ class Compressor(State[Array]):
 
     def _state(self, name: str) -> ResidualRegistry[Array]:
         """Allocate memory for one state variable of the method."""
-        state = ResidualRegistry(self.plan, self._ops, lambda bucket: (state_plan(bucket, name),))
-        state.facts = {SHARED: is_shared(self.plan, name)}
+        spec, laid_out = self._declared[name], self.plan
+
+        def plans(bucket: BucketPlan) -> tuple[BucketPlan, ...]:
+            return (state_plan(replace(bucket, follows=laid_out.follows), name),)
+
+        state = ResidualRegistry(self.plan, self._ops, plans, in_place=spec.in_place)
+        state.spec = spec
         return state

@@ -18,7 +18,7 @@ A codec may have measures of its own, which follow these (`Method.measured`): nu
 what it encodes, summed over tensors. All others are numbers of the whole rank, such as seconds of
 the previous step (the argument `number` of `Step`). A rank sends them with the first of the plan's
 buckets; the other buckets have zeros in their place. The last measures of a bucket are those of its
-own tensors, if Adam's step depends on arrivals: `horovod_topk.core.arrivals`.
+own tensors, if its follower sends any: `horovod_topk.core.follower`.
 
 With the exchange "hierarchical" only the ranks that own a shard send measures.
 """

@@ -15,14 +15,13 @@ p -= lr * (exchanged velocity).
 
 Velocities are kept, committed and rolled back as residuals are, in two arenas a bucket.
 `momentum="auto"` corrects no velocities, but adapts the optimizer's steps
-(`horovod_topk.core.arrivals`).
+(`horovod_topk.updates`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
@@ -31,38 +30,6 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
-
-
-@dataclass(frozen=True)
-class Momentum:
-    """What is known of Adam's second moment of one tensor in a step."""
-
-    beta2: float | None = None
-    squares: Any = field(default=None, compare=False)  # Adam's mean square of the tensor, if any
-
-
-class Momenta:
-    """Adam's second moment of every tensor in the present step.
-
-    Args:
-        config: `beta2` for tensors of which nothing else is known.
-        now: returns the next step's by tensor name.
-    """
-
-    def __init__(
-        self, config: Method, now: Callable[[], Mapping[str, Momentum]] | None = None
-    ) -> None:
-        self._common, self._now = Momentum(config.beta2), now
-        self._own: Mapping[str, Momentum] = {}
-
-    def turn(self) -> None:
-        """Read the present values, before a step's first bucket is sent."""
-        if self._now is not None:
-            self._own = self._now()
-
-    def of(self, name: str) -> Momentum:
-        """The second moment of the tensor `name`."""
-        return self._own.get(name, self._common)
 
 
 def velocities(

@@ -148,7 +148,7 @@ def warn_of_clipping(momentum: float, seen: str) -> str:
 
 
 def advise(kind: str, config: Method, why: str, *, normalises: bool) -> tuple[str, ...]:
-    """Warn about an optimizer whose steps do not take into account that gradients arrive late.
+    """Warn about an optimizer whose steps are not adapted to gradients that arrive late.
 
     Args:
         kind: name of the optimizer's class.
@@ -159,8 +159,7 @@ def advise(kind: str, config: Method, why: str, *, normalises: bool) -> tuple[st
     Returns:
         The warnings that were given: one or none.
     """
-    adapts = config.momentum or config.follows_arrivals
-    if adapts or not config.error_feedback or _why_not_late(config):
+    if config.momentum or not config.error_feedback or _why_not_late(config):
         return ()
     if why and why != HAS_NONE:
         return (warn_of_unknown(kind, why),)

@@ -10,9 +10,10 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
+from horovod_topk.core.plan import TensorSpec
 from horovod_topk.core.state_dict import (
     LARGEST,
+    OPTIONAL,
     RELEASED,
     SHARED,
     check_nothing_is_owed,
@@ -20,6 +21,7 @@ from horovod_topk.core.state_dict import (
     pack_state,
     released_of,
 )
+from horovod_topk.methods.protocol import StateSpec
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -72,7 +74,19 @@ class Part(Generic[Array]):
         self.specs: dict[str, TensorSpec] = {}
         self.pieces: dict[str, Sequence[Piece[Array]]] = {}
         self.released: set[str] = set()
-        self.facts: dict[str, Any] = {}
+        self.spec: StateSpec | None = None  # of a method's state, or of a follower's
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether it starts at zero where a saved one does not fit."""
+        return self.spec is not None and self.spec.optional
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a state dict has to say of this part."""
+        if self.spec is None:
+            return {}
+        return {SHARED: self.spec.shared} | ({OPTIONAL: True} if self.spec.optional else {})
 
     def residual(self, name: str) -> Array:
         """One tensor's array, flat: a view, or a copy if it has several pieces or none.
@@ -105,7 +119,7 @@ class Part(Generic[Array]):
         """Set one tensor's array to zero."""
         spec = self.specs[name]
         for piece in self.pieces[name]:
-            piece.write(self._ops.zeros(piece.numel, RESIDUAL_DTYPE[spec.dtype], spec.device))
+            piece.write(self._ops.zeros(piece.numel, spec.residual_dtype, spec.device))
 
     def reset(self) -> None:
         """Set every array to zero."""
@@ -156,7 +170,7 @@ class Part(Generic[Array]):
         specs = [
             s for s in self._held() if s.name not in gone and (names is None or s.name in names)
         ]
-        largest = math.inf if SHARED in self.facts else LARGEST  # a method's own state, or not
+        largest = LARGEST if self.spec is None else math.inf
         check_state(state, specs, self._ops, self.released, largest)
         check_nothing_is_owed(state["residuals"], self.released, self._ops)
 
@@ -168,7 +182,7 @@ class Part(Generic[Array]):
         return (piece.read() for pieces in self.pieces.values() for piece in pieces)
 
     def _zeros(self, spec: TensorSpec) -> Array:
-        return self._ops.zeros(spec.numel, RESIDUAL_DTYPE[spec.dtype], spec.device)
+        return self._ops.zeros(spec.numel, spec.residual_dtype, spec.device)
 
     def _places(self, spec: TensorSpec, piece: Piece[Array]) -> Array:
         """The index in the whole tensor of each element of a piece."""

@@ -13,16 +13,16 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from horovod_topk.core import arrivals, payload
+from horovod_topk.core import payload
 from horovod_topk.core.payload import Layout
 from horovod_topk.errors import ConfigError, DuplicateNameError, UnsupportedDtypeError
-from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Method, Piece, TensorSpec
+from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Follows, Method, Piece, TensorSpec
 from horovod_topk.ops.coding import BLOCK
 
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of float32: large enough to amortise a negotiation
 BUCKET_TENSORS = 8000  # at most, as a header counts 65,535 bytes of measures
 REDUCTIONS = ("average", "sum")
-WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
+WIDTH = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
 
 __all__ = ["RESIDUAL_DTYPE", "BucketPlan", "Plan", "TensorSpec", "make_plan"]
 
@@ -43,6 +43,7 @@ class BucketPlan:
     leg: str = "direct"  # see `Method.piece`
     part: int = 0  # owner whose shards are in its only payload
     measures: tuple[str, ...] = ()  # names of the measures in each payload; see `core.measures`
+    follows: Follows | None = None  # what is kept and sent for the optimizer's update
 
     @cached_property
     def writers(self) -> int:
@@ -136,7 +137,7 @@ class BucketPlan:
     @property
     def _own(self) -> list[object]:
         """What all ranks that read its payloads must have in common."""
-        own = [payload.VERSION, self.config.id, self.config.agreed(), self.reduction]
+        own = [payload.VERSION, self.config.id, agreed(self.config, self.follows), self.reduction]
         return [*own, self.measures] if self.measures else own
 
     def _header(self, digest: bytes) -> bytes:
@@ -151,6 +152,7 @@ class Plan:
     config: Method  # the method, which is its settings
     reduction: str  # "average" or "sum" over ranks
     buckets: tuple[BucketPlan, ...]
+    follows: Follows | None = None  # what is kept and sent for the optimizer's update
 
     def tensors(self) -> Iterator[Any]:
         """Every tensor, bucket by bucket."""
@@ -189,21 +191,20 @@ class Plan:
             if len(specs) == len(bucket.tensors):
                 kept.append(bucket)
             elif specs:
-                kept.append(_plan_bucket(bucket.ordinal, specs, self.config, self.reduction))
+                own = self.config, self.reduction, self.follows
+                kept.append(_plan_bucket(bucket.ordinal, specs, *own))
         return replace(self, buckets=tuple(kept))
 
-    def under(self, config: Method) -> Plan:
+    def under(self, config: Method, follows: Follows | None = None) -> Plan:
         """The same tensors in the same buckets, with other settings."""
-        buckets = (
-            _plan_bucket(b.ordinal, [t.spec for t in b.tensors], config, self.reduction)
-            for b in self.buckets
-        )
-        return replace(self, config=config, buckets=tuple(buckets))
+        own = config, self.reduction, follows
+        buckets = (_plan_bucket(b.ordinal, [t.spec for t in b.tensors], *own) for b in self.buckets)
+        return Plan(config, self.reduction, tuple(buckets), follows)
 
     def fields(self) -> dict[str, list[object]]:
         """Everything that ranks have to agree on, by name, as JSON-able lists."""
         specs = [tensor.spec for tensor in self.tensors()]
-        settings = sorted(self.config.agreed().items())
+        settings = sorted(agreed(self.config, self.follows).items())
         return {
             "format": [payload.VERSION],
             "method": [type(self.config).__name__],
@@ -233,6 +234,11 @@ class Plan:
         return [ratio] if back == ratio else [ratio, back]
 
 
+def agreed(config: Method, follows: Follows | None) -> dict[str, object]:
+    """The settings that must be equal on all ranks, with the rule of the optimizer's update."""
+    return config.agreed() if follows is None else {**config.agreed(), "update": follows.name}
+
+
 def digest(value: object) -> bytes:
     """8 bytes that identify a JSON-able value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -245,6 +251,7 @@ def make_plan(
     reduction: str = "average",
     groups: Iterable[Sequence[TensorSpec]] | None = None,
     names: Collection[str] | None = None,
+    follows: Follows | None = None,
 ) -> Plan:
     """Plan the exchange of `specs`, given in the order in which their gradients become ready.
 
@@ -254,6 +261,7 @@ def make_plan(
         reduction: "average" or "sum".
         groups: the user's buckets; specs in none of them fill default buckets.
         names: all names that patterns of `config.ratios` may match, if more than `specs`.
+        follows: what is kept and sent for the optimizer's update; None: nothing.
 
     Raises:
         DuplicateNameError, UnsupportedDtypeError, TensorTooLargeError, ConfigError: see the
@@ -271,11 +279,9 @@ def make_plan(
     grouped = {spec.name for group in asked for spec in group}
     rest = [spec for spec in specs if spec.name not in grouped]
     parts = [part for group in [*asked, *_fill(rest)] for part in _alike(group)]
-    return Plan(
-        config,
-        reduction,
-        tuple(_plan_bucket(i, part, config, reduction) for i, part in enumerate(parts)),
-    )
+    own = config, reduction, follows
+    buckets = tuple(_plan_bucket(i, part, *own) for i, part in enumerate(parts))
+    return Plan(config, reduction, buckets, follows)
 
 
 def _check(specs: Sequence[TensorSpec]) -> None:
@@ -321,20 +327,25 @@ def _alike(group: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def _plan_bucket(
-    ordinal: int, specs: Sequence[TensorSpec], config: Method, reduction: str
+    ordinal: int,
+    specs: Sequence[TensorSpec],
+    config: Method,
+    reduction: str,
+    follows: Follows | None,
 ) -> BucketPlan:
     parts = [Piece(spec, spec.numel, position) for position, spec in enumerate(specs)]
-    measures = config.measures
-    if config.follows_energies:
-        if len(specs) > BUCKET_TENSORS:
-            raise ConfigError(
-                f"a group has {len(specs)} tensors, and {BUCKET_TENSORS} at most can be sent "
-                "together with what Adam's step needs to know of each",
-                tensor=specs[0].name,
-                cure="Pass smaller groups=, or leave groups= out",
-            )
-        measures += arrivals.measures(parts)
-    return lay_out(ordinal, parts, "direct", config, reduction, measures=measures)
+    pairs = [] if follows is None else [(p, n) for p in parts for n in follows.numbers(p)]
+    told = tuple(f"{piece.spec.name}:{name}" for piece, name in pairs)
+    if told and len(specs) > BUCKET_TENSORS:
+        raise ConfigError(
+            f"a group has {len(specs)} tensors, and {BUCKET_TENSORS} at most can be sent "
+            "together with what the optimizer's step needs to know of each",
+            tensor=specs[0].name,
+            cure="Pass smaller groups=, or leave groups= out",
+        )
+    measures = (*config.measures, *told)
+    kind = config, reduction
+    return lay_out(ordinal, parts, "direct", *kind, measures=measures, follows=follows)
 
 
 def lay_out(
@@ -349,6 +360,7 @@ def lay_out(
     identity: object = None,
     part: int = 0,
     measures: tuple[str, ...] = (),
+    follows: Follows | None = None,
 ) -> BucketPlan:
     """Lay out a payload of tensors or shards, one after another in the arenas and in the body.
 
@@ -364,6 +376,7 @@ def lay_out(
         identity: anything else that readers must have in common; enters the digest.
         part: owner whose shards it carries.
         measures: names of the measures in each payload.
+        follows: what is kept and sent for the optimizer's update.
     """
     config = config.narrowed([each.spec.name for each in parts])
     alignment = max(alignment, BLOCK.get(config.residuals, 1))
@@ -374,9 +387,9 @@ def lay_out(
     body_at = payload.body_at(len(pieces), len(measures))
     placed, end = config.lay_out(pieces, body_at)
     layout = payload.layout(len(pieces), end, len(measures))
-    dtype = RESIDUAL_DTYPE[parts[0].spec.dtype]
+    dtype = parts[0].spec.residual_dtype
     known = ordinal, tuple(placed), dtype, config, reduction, layout, (), owners
-    plan = BucketPlan(*known, leg=leg, part=part, measures=measures)
+    plan = BucketPlan(*known, leg=leg, part=part, measures=measures, follows=follows)
     facts = [[piece.spec.name, *_facts(piece)] for piece in placed]
     return replace(plan, digests=(digest([*plan._own, leg, owners, identity, facts]),))
 

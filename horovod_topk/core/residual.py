@@ -48,10 +48,6 @@ class _Arena(Generic[Array]):
         self.factors.clear()
         return self.array
 
-    def unscaled(self) -> tuple[Array, Mapping[tuple[int, int], float]]:
-        """The array, and its factors."""
-        return self.array, self.factors
-
     def stretch(self, start: int, stop: int, ops: Ops[Array]) -> tuple[Array, float]:
         """A view of a stretch, and its factor; of what is stored in fewer bits a copy, and 1."""
         return ops.view(self.array, start, stop), self.factors.get((start, stop), 1.0)
@@ -117,9 +113,6 @@ class _Narrow(_Arena[Array]):
             self.array, self.wide = self._ops.pack_values(self.wide, self._kind), None
             self.factors.clear()
 
-    def unscaled(self) -> tuple[Array, Mapping[tuple[int, int], float]]:
-        return self.rescaled(None), {}
-
     def stretch(self, start: int, stop: int, ops: Ops[Array]) -> tuple[Array, float]:
         return self.read(start, stop, ops), 1.0
 
@@ -179,6 +172,8 @@ class Arenas(Generic[Array]):
         residual, candidate: the arrays.
     """
 
+    is_narrow = False  # whether `widen` and `narrow` have to surround an encoding
+
     def __init__(self, plan: BucketPlan, residual: Array, candidate: Array) -> None:
         self.plan, self._verbs = plan, cast("Ops[Array] | None", None)
         self._residual, self._candidate = _Arena(residual), _Arena(candidate)
@@ -212,9 +207,9 @@ class Arenas(Generic[Array]):
         empty if all are 1.
         """
         self._candidate.factors.clear()
-        residual, waiting = self._residual.unscaled()
+        waiting = self._residual.factors
         factors = [waiting.get((t.start, t.stop), 1.0) for t in self.plan.tensors if waiting]
-        return residual, self._candidate.unscaled()[0], factors
+        return self._residual.array, self._candidate.array, factors
 
     def stretch(self, start: int, stop: int, ops: Ops[Array]) -> tuple[Array, float]:
         """A view of one tensor's residual, and the factor that it is still to be multiplied by."""
@@ -275,6 +270,7 @@ class NarrowArenas(Arenas[Array]):
         ops: operations on the arrays.
     """
 
+    is_narrow = True
     _residual: _Narrow[Array]
     _candidate: _Narrow[Array]
 
@@ -282,6 +278,11 @@ class NarrowArenas(Arenas[Array]):
         residual, candidate = _Narrow(plan, kind, ops), _Narrow(plan, kind, ops)
         super().__init__(plan, residual.array, candidate.array)
         self._residual, self._candidate = residual, candidate
+
+    def unscaled(self) -> tuple[Array, Array, list[float]]:
+        """`Arenas.unscaled`: what is read in fewer bits is scaled."""
+        self._candidate.factors.clear()
+        return self._residual.rescaled(None), self._candidate.rescaled(None), []
 
     def widen(self) -> None:
         """`Arenas.widen`."""
@@ -358,6 +359,7 @@ class ResidualRegistry(Part[Array]):
         holders: returns the plans whose arenas together hold a bucket's residuals: the bucket
             itself, one plan for each shard, or none where a rank keeps no residuals.
         stored: `Part.stored`; the plan's tensors have to begin at multiples of its block.
+        in_place: whether residual and candidate are one array, which others write.
     """
 
     def __init__(
@@ -366,10 +368,12 @@ class ResidualRegistry(Part[Array]):
         ops: Ops[Array],
         holders: Callable[[BucketPlan], Sequence[BucketPlan]] = lambda bucket: (bucket,),
         stored: str | None = None,
+        *,
+        in_place: bool = False,
     ) -> None:
         super().__init__(ops)
         self.stored = stored
-        self._holders = holders
+        self._holders, self.in_place = holders, in_place
         self._arenas: dict[int, list[Arenas[Array]]] = {}
         self._take_on(plan)
 
@@ -445,7 +449,8 @@ class ResidualRegistry(Part[Array]):
         if self.stored is not None and plan.numel:
             return NarrowArenas(plan, self.stored, self._ops)
         size = (plan.numel, plan.residual_dtype, plan.device)
-        return Arenas(plan, self._ops.zeros(*size), self._ops.zeros(*size))
+        residual = self._ops.zeros(*size)
+        return Arenas(plan, residual, residual if self.in_place else self._ops.zeros(*size))
 
     def _arrays(self) -> Iterator[Array]:
         for arenas in self.all_arenas():

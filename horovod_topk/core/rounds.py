@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
-from horovod_topk.core import arrivals
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
 from horovod_topk.core.momentum import correct
@@ -36,6 +35,7 @@ from horovod_topk.methods.protocol import (
     Placed,
     Product,
     Rounds,
+    StateSpec,
     TensorSpec,
     Work,
 )
@@ -56,7 +56,7 @@ class Whole(Rounds):
     def beside(cls, config: Method) -> Whole:
         """What another method's settings say of the tensors and the optimizer."""
         of_levels = "warmup", "ratios", "schedule"
-        own = config.common(without=(*of_levels, "by_arrivals", "beta2"))
+        own = config.common(without=of_levels)
         return cls(**own | {"exchange": "reduce", "min_numel": EVERYTHING})
 
 
@@ -318,42 +318,36 @@ class ReducedBucket(Generic[Array]):
 
 
 def state_plan(bucket: BucketPlan, name: str) -> BucketPlan:
-    """The layout of one named state of a method, for every tensor of a bucket."""
+    """The layout of one named state, for every tensor of a bucket."""
     parts = []
     for position, piece in enumerate(bucket.tensors):
-        count = _state_elements(bucket, piece, name)
+        of_piece = states_of(bucket, piece)
+        count = of_piece[name].numel if name in of_piece else 0
         spec = TensorSpec(piece.spec.name, (count,), bucket.residual_dtype, piece.spec.device)
         parts.append(Piece(spec, count, position))
-    return lay_out(
-        bucket.ordinal, parts, "direct", Dense(), bucket.reduction, identity=["state", name]
-    )
+    identity = ["state", name]
+    plan = lay_out(bucket.ordinal, parts, "direct", Dense(), bucket.reduction, identity=identity)
+    dtype = declared(bucket).get(name, StateSpec(0)).dtype
+    if not dtype:
+        return plan
+    tensors = [replace(t, spec=replace(t.spec, dtype=dtype)) for t in plan.tensors]
+    return replace(plan, residual_dtype=dtype, tensors=tuple(tensors))
 
 
-def _state_elements(bucket: BucketPlan, piece: Piece, name: str) -> int:
-    """Number of elements of one named state for one tensor."""
-    if name in arrivals.STATES:
-        return arrivals.elements(name, piece.numel, bucket.config)
-    state = {} if piece.whole else _method(bucket).state(piece)
-    return state[name].numel if name in state else 0
+def states_of(bucket: BucketPlan | Plan, piece: Piece) -> Mapping[str, StateSpec]:
+    """What is kept for a tensor beside residuals: by the method, and by what follows it."""
+    method: object = bucket.config
+    own = method.state(piece) if isinstance(method, Rounds) and not piece.whole else {}
+    return {**own, **({} if bucket.follows is None else bucket.follows.states(piece))}
 
 
-def state_names(plan: Plan) -> list[str]:
-    """Names of the method's state beside residuals, for any tensor of a plan."""
-    method: object = plan.config
-    if not isinstance(method, Rounds):
-        return list(arrivals.states(plan.config))
-    pieces = (piece for piece in plan.tensors() if not piece.whole)
-    return sorted({name for piece in pieces for name in method.state(piece)})
-
-
-def is_shared(plan: Plan, name: str) -> bool:
-    """Whether a method's state of this name is equal on all ranks."""
-    if name in arrivals.STATES:
-        return name in arrivals.SHARED
-    method: object = plan.config
-    assert isinstance(method, Rounds)
-    states = (method.state(piece) for piece in plan.tensors() if not piece.whole)
-    return any(state[name].shared for state in states if name in state)
+def declared(plan: BucketPlan | Plan) -> dict[str, StateSpec]:
+    """The states of a plan's tensors by name, each as its first tensor has it."""
+    pieces = plan.tensors() if isinstance(plan, Plan) else plan.tensors
+    found: dict[str, StateSpec] = {}
+    for piece in pieces:
+        found = {**states_of(plan, piece), **found}
+    return dict(sorted(found.items()))
 
 
 def _stretch(arenas: Arenas[Any], piece: Piece) -> tuple[int, int]:

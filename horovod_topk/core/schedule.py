@@ -172,15 +172,10 @@ class Schedule:
         log.warning("TopKEF: the checkpoint's set_ratio(%s) is no ratio of this optimizer's", saved)
         return otherwise
 
-    def settings(self, ratio: float, *, adapts: bool = True) -> Method:
-        """The settings at a ratio level.
-
-        adapts: whether steps by arrivals stay on, if the settings have them.
-        """
+    def settings(self, ratio: float) -> Method:
+        """The settings at a ratio level."""
         settings = self._config.at(ratio)
         profile = {} if self._schedule is None else self._schedule.profile(ratio)
-        if not adapts:
-            profile |= {"by_arrivals": None, "beta2": None}
         return replace(settings, **profile) if profile else settings
 
     def _check_profiles(self, schedule: schedules.Schedule) -> None:

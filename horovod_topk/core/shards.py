@@ -26,7 +26,7 @@ from functools import cached_property
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, lay_out
 from horovod_topk.methods.protocol import Piece
-from horovod_topk.ops.coding import SHARD_BLOCK
+from horovod_topk.ops.coding import SHARD_BLOCK, shard_numel
 
 ALIGNMENT = 64  # elements; shards begin at cache lines in the arenas
 
@@ -82,13 +82,6 @@ class NodePlan:
 def first_block(name: str, parts: int, part: int) -> int:
     """The first block of a tensor that belongs to an owner."""
     return (part - zlib.crc32(name.encode())) % parts
-
-
-def shard_numel(numel: int, parts: int, first: int) -> int:
-    """Number of elements in blocks first, first + parts, ... of a tensor."""
-    whole, rest = divmod(numel, SHARD_BLOCK)
-    blocks = max(0, -(-(whole - first) // parts))
-    return blocks * SHARD_BLOCK + (rest if whole % parts == first else 0)
 
 
 def size_changes(name: str, numel: int, parts: int) -> set[int]:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from horovod_topk.core import facts
-from horovod_topk.core.arrivals import FACTORS, STATES
 from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.counting import Counting
 from horovod_topk.core.guard import COMMON, Watch
@@ -57,7 +56,7 @@ from horovod_topk.core.state_dict import (
 )
 from horovod_topk.core.stats import Sample, Stats
 from horovod_topk.errors import StateDictError
-from horovod_topk.methods.protocol import Method
+from horovod_topk.methods.protocol import Follows, Method
 from horovod_topk.ops import Ops
 
 log = logging.getLogger("horovod_topk")
@@ -77,6 +76,7 @@ class State(Counting[Array]):
         reduction: "average" or "sum" over ranks.
         ops: operations on the arrays.
         counter: stores the number of committed steps, the ratio asked for and the decision.
+        follows: what is kept and sent for the optimizer's update, if anything.
 
     Attributes:
         plan: the plan of the last step; None: no tensor is known yet.
@@ -89,10 +89,16 @@ class State(Counting[Array]):
     """
 
     def __init__(
-        self, config: Method, reduction: str, ops: Ops[Array], counter: Counter | None = None
+        self,
+        config: Method,
+        reduction: str,
+        ops: Ops[Array],
+        counter: Counter | None = None,
+        follows: Follows | None = None,
     ) -> None:
         super().__init__()
         self.config, self.reduction, self._ops = config, reduction, ops
+        self.follows = follows
         self.schedule, self.guard = Schedule(config), Watch(config.guard)
         self.counter: Counter = HostCounter() if counter is None else counter
         self.later: set[str] = set()
@@ -211,8 +217,8 @@ class State(Counting[Array]):
 
     def _step_factor(self) -> float:
         """The smallest factor of the last step; 1 if there is none. Waits for the device."""
-        part = self.parts.get(METHOD_STATE + FACTORS)
-        arrays = [part.residual(name) for name in part.pieces] if part is not None else []
+        known = (part for part in self.parts.values() if part.spec and part.spec.is_factor)
+        arrays = [part.residual(name) for part in known for name in part.pieces]
         numbers = [x for each in arrays for x in self._numbers_of(each) if x > 0.0]
         return 1.0 if self.guard.is_over else min(numbers, default=1.0)
 
@@ -350,7 +356,10 @@ class State(Counting[Array]):
         for key in sorted(key for key in parts_of(state) if state[key].get(SHARED)):
             for name, array in sorted(arrays[key][RESIDUALS].items()):
                 yield f"{key} {name}".encode()
-                yield self._ops.to_host(self._ops.pack_values(array, "float32"))
+                yield self._ops.to_host(self._ops.pack_values(self._wide(array), "float32"))
+
+    def _wide(self, array: Array) -> Array:
+        return self._ops.cast(array, "float32") if self._ops.dtype(array) == "uint8" else array
 
     def shared_state(self) -> dict[str, Any]:
         """A state dict with the state that is equal on all ranks, and nothing else.
@@ -451,10 +460,10 @@ class State(Counting[Array]):
         if not self.config.error_feedback:
             check_can_apply(state, type(self.config).__name__, self._ops)
         for key, part in self.parts.items():
-            name = key.removeprefix(METHOD_STATE)
-            if name in STATES:  # what does not fit starts at zero
+            if part.spec is not None and part.spec.optional:  # what does not fit starts at zero
                 specs = [part.specs[each] for each in part.pieces if each in names]
-                check_range(name, _within(state, key), specs, self._ops)
+                name = key.removeprefix(METHOD_STATE)
+                check_range(name, part.spec.range, _within(state, key), specs, self._ops)
             elif key.startswith(METHOD_STATE):
                 _check_method_state(state, key, part, names)
             else:
@@ -464,7 +473,8 @@ class State(Counting[Array]):
         """Copy a checked state dict into the state of the tensors `names`."""
         for key, part in self.parts.items():
             within, mine = _within(state, key), [name for name in part.pieces if name in names]
-            if key.removeprefix(METHOD_STATE) in STATES:  # those that do not fit start at zero
+            if part.is_optional:  # those that do not fit start at zero
+                within = self._adopted(key, within)
                 for name in mine:
                     alone = without(within, within["residuals"].keys() - {name})
                     part.take_on(alone if _fits(part, alone, [name]) else _NOTHING, [name])
@@ -476,6 +486,14 @@ class State(Counting[Array]):
                 loaded = {n: rate for n, rate in rates_of(state, key).items() if n in names}
                 saved[key] = {n: rate for n, rate in rates.items() if n not in names} | loaded
             self.rates.load(saved)
+
+    def _adopted(self, key: str, within: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of a state dict with its arrays as they are kept now."""
+        if self.follows is None:
+            return within
+        name, adopted = key.removeprefix(METHOD_STATE), self.follows.adopted
+        arrays = {n: adopted(name, a, self._ops) for n, a in within[RESIDUALS].items()}
+        return {**within, RESIDUALS: arrays}
 
     def _keep_waiting(self, rest: dict[str, Any]) -> None:
         self._waiting = rest if self.later and has_residuals(rest) else {}

@@ -12,9 +12,8 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from horovod_topk.core.arrivals import RANGES
 from horovod_topk.core.guard import LENGTHS, is_memory
-from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
+from horovod_topk.core.plan import TensorSpec
 from horovod_topk.core.rates import LARGEST as LARGEST_RATES
 from horovod_topk.core.rates import RATES
 from horovod_topk.errors import StateDictError
@@ -33,6 +32,7 @@ OWNED, VELOCITY = "owned", "velocity"  # keys of state dicts within a state dict
 METHOD_STATE = "state."  # prefix of keys: a method's state, a state dict within a state dict
 VARIABLES = "variables"  # key in a state dict of TensorFlow: names of all variables, in order
 SHARED = "shared"  # key in a method's state: whether it is equal on all ranks
+OPTIONAL = "optional"  # key in a method's state: it starts at zero where it does not fit
 LARGEST = 1e18  # norm of a residual, at most: its square, and sums over ranks, fit float32
 ROUNDING = 1e-3  # share by which a value may exceed its range
 MOST_STEPS = 2**62  # committed steps that a state dict may count; 64 bits hold them
@@ -219,7 +219,7 @@ def _check_tensor(
     if not math.isfinite(norm):
         raise StateDictError(
             f"the state dict's residual has a NaN or an infinity, or becomes one in "
-            f"{RESIDUAL_DTYPE[spec.dtype]}",
+            f"{spec.residual_dtype}",
             tensor=name,
             cure="Load an earlier state, or call reset()",
         )
@@ -227,7 +227,8 @@ def _check_tensor(
 
 def _in_residual_dtype(residual: Any, spec: TensorSpec, ops: Ops[Any]) -> Any:
     """A copy in the dtype of the tensor's residual."""
-    copy = ops.zeros(spec.numel, RESIDUAL_DTYPE[spec.dtype], "cpu")
+    is_coded = spec.residual_dtype == "uint8"
+    copy = ops.zeros(spec.numel, "float64" if is_coded else spec.residual_dtype, "cpu")
     ops.assign(copy, residual)
     return copy
 
@@ -313,21 +314,33 @@ def check_can_apply(state: Mapping[str, Any], method: str, ops: Ops[Any]) -> Non
 
 
 def check_range(
-    name: str, within: Mapping[str, Any], specs: Iterable[TensorSpec], ops: Ops[Any]
+    name: str,
+    within_range: tuple[float, float],
+    within: Mapping[str, Any],
+    specs: Iterable[TensorSpec],
+    ops: Ops[Any],
 ) -> None:
-    """Refuse values that a method's state cannot have; arrays of other shapes are ignored.
+    """Refuse values that a state cannot have; arrays of other shapes, and of integers, are ignored.
 
-    name: a key of `core.arrivals.RANGES`.
+    Args:
+        name: name of the state.
+        within_range: the range of its values.
+        within: the part of the state dict with its arrays.
+        specs: of the tensors.
+        ops: operations on the arrays.
 
     Raises:
         StateDictError: a value is a NaN or an infinity, or out of the state's range.
     """
-    least, most = RANGES[name]
+    least, most = within_range
     for spec in specs:
         array = within.get(RESIDUALS, {}).get(spec.name)
         if array is None or not spec.numel or ops.numel(array) != spec.numel:
             continue
-        flat: Any = _in_residual_dtype(array, spec, ops)
+        if ops.dtype(array) == "uint8":
+            continue
+        flat: Any = ops.zeros(spec.numel, "float64", "cpu")
+        ops.assign(flat, array)
         ends: list[float] = []
         if math.isfinite(ops.norm(flat)):
             both = (ops.largest(each, spec.numel) for each in (flat * -1.0, flat))

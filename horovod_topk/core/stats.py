@@ -9,9 +9,9 @@ from typing import Any
 
 from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.part import Part
-from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan
+from horovod_topk.core.plan import Plan
 from horovod_topk.core.residual import Squares
-from horovod_topk.core.rounds import state_names, state_plan
+from horovod_topk.core.rounds import declared, state_plan
 from horovod_topk.core.stats_table import lines
 from horovod_topk.ops.coding import value_bytes
 
@@ -74,7 +74,7 @@ class Stats:
     probe_cosine: float | None = None  # with probe_every=: cosine of applied and dense gradient
     probe_error: float | None = None  # norm of their difference / norm of the dense gradient
     level: float = 1.0  # the ratio level of the last step
-    step_factor: float = 1.0  # smallest factor of the last step in any tensor: `core.arrivals`
+    step_factor: float = 1.0  # smallest factor of the follower's last step in any tensor
     compress_seconds: float = 0.0  # of all steps so far; see `core.timing.Seconds`
     exchange_seconds: float = 0.0  # from a step's first collective to its last, of all steps
     exposed_seconds: float = 0.0  # waiting in collectives, of all steps
@@ -124,20 +124,27 @@ def memory_of(parts: Iterable[Part[Any]], exchange: Exchange[Any], plan: Plan) -
 
 
 def stored_bytes(part: Part[Any]) -> int:
-    """Bytes of one part of the state, which has two arrays."""
+    """Bytes of one part of the state: most parts have two arrays."""
     stored = (
-        value_bytes(part.stored or RESIDUAL_DTYPE[part.specs[name].dtype], piece.numel)
+        _bytes(part.stored or part.specs[name].residual_dtype, piece.numel)
         for name, pieces in part.pieces.items()
         for piece in pieces
     )
-    return 2 * sum(stored)
+    return (1 if part.spec is not None and part.spec.in_place else 2) * sum(stored)
 
 
 def planned_bytes(plan: Plan, residuals: str) -> tuple[int, int]:
-    """Bytes of memory for residuals of all elements in a format, and for the method's state."""
-    kept = sum(value_bytes(residuals, tensor.numel) for tensor in plan.tensors())
-    states = (state_plan(bucket, name) for name in state_names(plan) for bucket in plan.buckets)
-    return 2 * kept, 2 * sum(value_bytes(each.residual_dtype, each.numel) for each in states)
+    """Bytes of memory for residuals of all elements in a format, and for other states."""
+    kept, states = sum(value_bytes(residuals, tensor.numel) for tensor in plan.tensors()), 0
+    for name, spec in declared(plan).items():
+        laid_out = [state_plan(bucket, name) for bucket in plan.buckets]
+        arrays = 1 if spec.in_place else 2
+        states += arrays * sum(_bytes(each.residual_dtype, each.numel) for each in laid_out)
+    return 2 * kept, states
+
+
+def _bytes(kind: str, numel: int) -> int:
+    return numel if kind == "uint8" else value_bytes(kind, numel)
 
 
 def measured(squares: Squares) -> dict[str, Any]:

@@ -24,26 +24,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.config import SGD
-from horovod_topk.core.arrivals import (
-    ARRIVALS,
-    LOSS,
-    NORMS,
-    STATES,
-    Arrived,
-    ArrivedToSgd,
-    selecting,
-)
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.energies import Energies
 from horovod_topk.core.exchange import BucketExchange, Exchange
-from horovod_topk.core.following import Following
+from horovod_topk.core.follower import Follow, Follower, Memory
 from horovod_topk.core.measures import HOST, own_measures, total_of
-from horovod_topk.core.momentum import Momenta, velocities_of
-from horovod_topk.core.norms import Norms
+from horovod_topk.core.momentum import velocities_of
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probe
 from horovod_topk.core.residual import Arenas, Squares
+from horovod_topk.core.rounds import declared
 from horovod_topk.core.timing import StepTimer
 from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
@@ -81,10 +70,8 @@ class Bucket(Generic[Array]):
     measurable: bool = False  # whether arenas and payload still belong to one step
     measures: bool = False  # whether it has measures of its own arrays, computed in each step
     gradient: Any = None  # sum of squares of its gradients, in a sampled step
-    following: Following[Array] | None = None  # if the optimizer's step depends on arrivals
-    energies: Energies[Array] | None = None  # if Adam's does
-    norms: Norms[Array] | None = None  # if SGD's does
-    selecting: Collection[str] = ()  # names of the tensors of which not all elements are sent
+    follower: Follower[Array] | None = None  # if the optimizer's update depends on the exchange
+    followed: Mapping[str, Arenas[Array]] = field(default_factory=dict)  # its states, by name
 
 
 class Step(Generic[Array]):
@@ -95,10 +82,9 @@ class Step(Generic[Array]):
         storage: returns each bucket's memory.
         ops, codec, exchange: compute, encode and exchange arrays.
         name: prefix of the collectives' names, equal on all ranks.
-        momenta: Adam's second moments by tensor; None: as the settings say.
-        decay: returns a tensor's learning rate divided by its largest value so far.
         number: returns a measure of the whole rank; see `horovod_topk.core.measures`.
         timer: gets the seconds of encoding and decoding, if steps run on the host.
+        follow: makes the followers of buckets, if the plan follows something.
 
     Attributes:
         sent: ordinals of the buckets that have begun, and whose gradients are not replaced yet.
@@ -117,15 +103,13 @@ class Step(Generic[Array]):
         codec: PayloadCodec[Array],
         exchange: Exchange[Array],
         name: str,
-        momenta: Momenta | None = None,
-        decay: Callable[[str], float] = lambda name: 1.0,
         number: Callable[[str], Any] = lambda name: 0.0,
         timer: StepTimer | None = None,
+        follow: Follow | None = None,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
-        self._momenta = momenta or Momenta(plan.config)
-        self._decay = decay
+        self._follow = follow
         self._number, self.samples, self._timer = number, False, timer or StepTimer()
         self._told: list[Any] = []  # the host's measures in the payloads; at first none
         self.probe: Probe[Array] | None = None
@@ -173,10 +157,11 @@ class Step(Generic[Array]):
         bucket.committed_last, bucket.measurable = False, True
         if bucket.measures:
             self._tell(bucket, gradients)
-        if bucket.energies is not None:
-            bucket.energies.begin(gradients)
-            self._codec.tell(bucket.plan, bucket.energies.told)
-            self._codec.weigh(bucket.plan, bucket.energies.squares())
+        if bucket.follower is not None:
+            bucket.follower.begin(gradients)
+            self._codec.weigh(bucket.plan, bucket.follower.squares())
+            if bucket.plan.tensor_measures:
+                self._codec.tell(bucket.plan, bucket.follower.message)
         if self.samples:
             bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
         own = None
@@ -239,16 +224,12 @@ class Step(Generic[Array]):
             bucket.exchange.drain()
             raise
         self.received.add(ordinal)
-        if bucket.energies is not None:
-            lost = self._codec.told[ordinal]
-            bucket.energies.finish(targets, gain, self._exchange.ranks, lost)
-        if bucket.following is not None:
-            bucket.following.finish(targets)
-        timer.decompressing += time.perf_counter() - timer.exposed - began
         if self.probe is not None:
             self.probe.finish(ordinal, targets, gain)
-        if bucket.norms is not None:
-            bucket.norms.limit(targets, gain)
+        if bucket.follower is not None:
+            message = self._codec.told.pop(ordinal, None)
+            bucket.follower.finish(targets, gain, self._exchange.ranks, message)
+        timer.decompressing += time.perf_counter() - timer.exposed - began
         return bucket.flags
 
     def sample(self) -> list[Array]:
@@ -268,32 +249,12 @@ class Step(Generic[Array]):
         sums = [total_of(gradient), total_of(left)]
         return [*sums, total_of([sums[1], *regained])] if regained else sums
 
-    def arrivals(self) -> dict[str, Arrived[Array]]:
-        """What Adam's step needs to know of the last step's arrivals, by tensor name."""
-        found = dict[str, Arrived[Array]]()
-        for following, bucket in self._followed():
-            if bucket.energies is not None:
-                factors = bucket.energies.latest(committed=bucket.committed_last)
-                for name, phi in following.latest(committed=bucket.committed_last).items():
-                    found[name] = Arrived(phi, factors[name])
-        return found
-
-    def arrivals_to_sgd(self) -> dict[str, ArrivedToSgd[Array]]:
-        """What SGD's step needs to know of the last step's arrivals, by tensor name."""
-        found = dict[str, ArrivedToSgd[Array]]()
-        for following, bucket in self._followed():
-            if bucket.norms is not None:
-                for name, phi in following.latest(committed=bucket.committed_last).items():
-                    loss = LOSS * self._decay(name) ** 2 if name in bucket.selecting else 0.0
-                    found[name] = ArrivedToSgd(phi, loss)
-        return found
-
-    def _followed(self) -> Iterator[tuple[Following[Array], Bucket[Array]]]:
-        """Buckets that are followed, and whose arenas are those of the last step."""
+    def followers(self) -> Iterator[tuple[Follower[Array], bool]]:
+        """Followers of the buckets of the last step, each with whether that step is committed."""
         for ordinal, bucket in self._buckets.items():
             is_known = bucket.committed_last or ordinal in self.received
-            if bucket.following is not None and is_known:
-                yield bucket.following, bucket
+            if bucket.follower is not None and is_known:
+                yield bucket.follower, bucket.committed_last
 
     def commit(self, without: Collection[str] = (), frozen: Collection[str] = ()) -> bool:
         """Make the candidates of all finished buckets the state.
@@ -304,7 +265,7 @@ class Step(Generic[Array]):
             without: names of the tensors whose gradient was not used: all of their state stays
                 bitwise as it was before the step.
             frozen: names of the tensors whose gradient was used at a learning rate of 0. Residuals
-                and mean norms stay; velocities and arrivals change, as the optimizer's moments do.
+                and states in their units stay; others change, as the optimizer's moments do.
 
         Returns:
             Whether there was a finished bucket.
@@ -316,10 +277,10 @@ class Step(Generic[Array]):
 
     def _keep(self, bucket: BucketPlan, without: Collection[str], unmoved: Collection[str]) -> None:
         """Make the present state of some tensors of a bucket their candidates; see `commit`."""
-        storage = self._storage(bucket)
-        states = storage.states.items()
-        kept = [*storage.residuals, *storage.owned, *(own for n, own in states if n == NORMS)]
-        others = [own for name, own in states if name != NORMS]
+        storage, specs = self._storage(bucket), declared(bucket)
+        in_units = [own for name, own in storage.states.items() if specs[name].in_units]
+        others = [own for name, own in storage.states.items() if not specs[name].in_units]
+        kept = [*storage.residuals, *storage.owned, *in_units]
         for arenas in kept:
             arenas.keep(unmoved, self._ops)
         for arenas in others if storage.velocity is None else [*others, storage.velocity]:
@@ -376,23 +337,17 @@ class Step(Generic[Array]):
         storage, ops = self._storage(plan), self._ops
         if limits := largest_sent(plan, self._exchange):
             self._codec.limit(plan, limits)
-        states = {name: own for name, own in storage.states.items() if name not in STATES}
+        first = plan.gradients[0]
+        followed = () if plan.follows is None else plan.follows.states(first)
+        states = {name: own for name, own in storage.states.items() if name not in followed}
         memory = storage.residuals, storage.owned, states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
         bucket = Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
         bucket.measures = not set(plan.config.measures) <= set(HOST)
-        followed = {name: own for name, own in storage.states.items() if name in STATES}
-        if plan.config.follows_arrivals and followed[ARRIVALS].plan.numel:
-            of_sgd = plan.config.by_arrivals == SGD
-            everything = of_sgd and plan.config.ratio == 1.0 and not plan.config.withheld()
-            bucket.following = Following(followed[ARRIVALS], ops, everything=everything)
-            if of_sgd:
-                bucket.norms = Norms(plan, followed, ops)
-                bucket.selecting = selecting(plan.config, plan.gradients)
-            else:
-                part = self._exchange.part or 0
-                kept = storage.residuals, storage.owned
-                bucket.energies = Energies(plan, *kept, part, followed, ops, self._momenta)
+        if self._follow is not None and followed and plan.numel:
+            bucket.followed = {name: storage.states[name] for name in followed}
+            kept = storage.residuals, storage.owned, self._exchange.part or 0
+            bucket.follower = self._follow(plan, Memory(*kept, bucket.followed))
         return bucket
 
     def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
@@ -412,11 +367,10 @@ class Step(Generic[Array]):
                 bucket.exchange.swap()
                 if bucket.velocity is not None:
                     bucket.velocity.swap()
-                for each in (bucket.following, bucket.energies, bucket.norms):
-                    if each is not None:
-                        each.swap()
+                for arenas in bucket.followed.values():
+                    arenas.swap()
                 bucket.committed_last = True
-            if bucket.energies is not None:
+            if bucket.follower is not None:
                 self._codec.weigh(bucket.plan, ())
             bucket.flags = ()
         return bool(finished)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_topk import reporting
-from horovod_topk.config import AUTO, BY_ADAPTERS, check_settings, reject_unknown
+from horovod_topk.config import AUTO, check_settings, reject_unknown
 from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from horovod_topk.methods import METHODS
@@ -69,7 +69,7 @@ def parse(text: str) -> Substitute:
         raise ConfigError(
             f"{text!r}: there is no compressor {name!r}", cure=f"Write one of {known}"
         )
-    known_settings = {each.name for each in dataclasses.fields(METHODS[name])} - BY_ADAPTERS
+    known_settings = {each.name for each in dataclasses.fields(METHODS[name])}
     reject_unknown({*settings} - known_settings, known_settings, name)
     check_settings(METHODS[name], settings)
     return Substitute(name, settings)

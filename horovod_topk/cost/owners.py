@@ -19,10 +19,10 @@ from horovod_topk.core.shards import (
     NodePlan,
     ShardedPlan,
     first_block,
-    shard_numel,
     size_changes,
 )
 from horovod_topk.methods.protocol import Piece
+from horovod_topk.ops.coding import shard_numel
 
 Sizes = tuple[int, ...]  # elements of a shard of each tensor
 

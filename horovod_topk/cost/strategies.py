@@ -7,20 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from horovod_topk.config import ADAM, EXCHANGES, SGD
+from horovod_topk.config import EXCHANGES
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.cost import powersgd
 from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
 from horovod_topk.cost.traffic import Ranks, cheapest
-from horovod_topk.methods.protocol import Method, Rounds, numbers_of
+from horovod_topk.methods.protocol import Follows, Method, Rounds, numbers_of
 from horovod_topk.methods.topk import VALUES, TopK
 
 FLOAT, HALF = 4, 2  # bytes
 CORRECTION = 1.6  # triads per element of momentum correction: docs/kernels.md
 # Triads per element of adapting an optimizer's steps, before sending and after receiving: what
 # docs/benchmarks.md has more than for plain error feedback and the optimizer's dense step.
-ADAPTED = {SGD: (0.2, 7.9), ADAM: (1.1, 6.5)}
+ADAPTED = {"sgd": (0.2, 7.9), "adam": (1.1, 6.5)}
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,15 @@ def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Strategy:
     return Strategy("PowerSGD", f"rank {rank}", tuple(pieces), sent, leaving)
 
 
-def compressed(specs: Sequence[TensorSpec], nodes: Nodes, kind: str, config: TopK) -> Strategy:
+def compressed(
+    specs: Sequence[TensorSpec],
+    nodes: Nodes,
+    kind: str,
+    config: TopK,
+    follows: Follows | None = None,
+) -> Strategy:
     """Return a strategy of one of our exchanges, with the bytes of the rank that sends most."""
-    plan, ranks = make_plan(specs, config), Ranks(kind, nodes)
+    plan, ranks = make_plan(specs, config, follows=follows), Ranks(kind, nodes)
     pieces = tuple(_piece(plan, bucket, kind, ranks, nodes) for bucket in plan.buckets)
     whole = ranks.busiest(plan)  # one rank; in two buckets two ranks may send most
     return Strategy(kind, config.values, pieces, whole.sent_bytes, whole.node_bytes, ours=True)
@@ -150,17 +156,18 @@ def all_strategies(
     *,
     rank: int,
     values: Iterable[str] = VALUES,
+    follows: Follows | None = None,
 ) -> list[Strategy]:
     """Return dense, fp16, PowerSGD, and each of our exchanges with each format of values."""
     strategies = [dense(specs, nodes), half(specs, nodes), low_rank(specs, nodes, rank)]
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
-    adapts = config.momentum or config.follows_arrivals
+    adapts = config.momentum or follows is not None
     if max(nodes.sizes) == 1 or adapts:  # equals the allgather, or is refused or does not adapt
         kinds.remove("hierarchical")
     listed = list(values)
     for kind in kinds:
         strategies += [
-            compressed(specs, nodes, kind, replace(config, values=each)) for each in listed
+            compressed(specs, nodes, kind, replace(config, values=each), follows) for each in listed
         ]
     return strategies
 
@@ -250,7 +257,8 @@ def _work(kind: str, bucket: BucketPlan, decoded: int, nodes: Nodes) -> tuple[Wo
     Hierarchical: an owner selects only from its share of its node's sum.
     """
     numel = bucket.numel
-    earlier, later = ADAPTED.get(bucket.config.by_arrivals or "", (0.0, 0.0))
+    rule = "" if bucket.follows is None else bucket.follows.name
+    earlier, later = ADAPTED.get(rule, (0.0, 0.0))
     earlier += CORRECTION if bucket.config.momentum else 0.0
     selection, adapting = Work(encoded=numel, triads=earlier * numel), later * numel
     if kind == "allgather":

@@ -118,11 +118,9 @@ def _declare(library: Library) -> None:
         ],
         "topkef_orthonormal": [address, number, number, ctypes.c_int],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
-        "topkef_follow": [address, real, address, address, number, *[ctypes.c_int] * 2],
         "topkef_lost": [*[address] * 6, number, *[ctypes.c_int] * 2, address],
-        "topkef_prepare_moment": [*[address] * 6, number, *[ctypes.c_int] * 2],
-        "topkef_prepare_buffer": [*[address] * 5, number, *[ctypes.c_int] * 2],
-        "topkef_restore_buffer": [*[address] * 2, real, number, *[ctypes.c_int] * 2],
+        "topkef_energies": [*[address] * 3, number, *[ctypes.c_int] * 2, address],
+        "topkef_update_all": [address, address, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
         getattr(library, name).argtypes = types
@@ -133,18 +131,45 @@ def _declare(library: Library) -> None:
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
     silent = "take", "subtract_at", "place", "random_index", "random_bits", "product", "orthonormal"
-    later = (
-        "pack_values",
-        "unpack_values",
-        "update_velocity",
-        "moments",
-        "pack_ternary",
-        "follow",
-        "lost",
-    )
-    prepared = "prepare_moment", "prepare_buffer", "restore_buffer"
-    for name in (*silent, *later, *prepared):
+    later = "update_velocity", "moments", "pack_ternary", "lost", "energies", "update_all"
+    for name in (*silent, *later, "pack_values", "unpack_values"):
         getattr(library, f"topkef_{name}").restype = None
+
+
+class Sgd(ctypes.Structure):
+    """`topkef_sgd` of cpu/topkef.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_double) for name in ("momentum", "rate", "decay", "nesterov", "loss")
+    )
+
+
+class Adam(ctypes.Structure):
+    """`topkef_adam` of cpu/topkef.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_double)
+        for name in (
+            *("beta1", "beta2", "again", "now", "decay", "stays", "rate", "scale", "eps"),
+            *("most", "reach"),
+        )
+    )
+
+
+class _Numbers(ctypes.Union):
+    _fields_ = (("sgd", Sgd), ("adam", Adam))
+
+
+class Update(ctypes.Structure):
+    """`topkef_update` of cpu/topkef.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("gradient", "weight", "momentum", "square")),
+        *((name, ctypes.c_void_p) for name in ("largest", "arrivals", "factors", "rms")),
+        ("count", ctypes.c_int64),
+        ("gain", ctypes.c_double),
+        ("numbers", _Numbers),
+    )
 
 
 class Correction(ctypes.Structure):

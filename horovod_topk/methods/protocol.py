@@ -71,6 +71,11 @@ class TensorSpec:
     dtype: str  # float16, bfloat16, float32 or float64
     device: str = field(default="cpu", compare=False)  # tensors of one bucket share it
 
+    @property
+    def residual_dtype(self) -> str:
+        """The dtype of what is kept for it from step to step."""
+        return RESIDUAL_DTYPE.get(self.dtype, self.dtype)
+
     @cached_property
     def numel(self) -> int:
         """Number of elements."""
@@ -433,6 +438,36 @@ class StateSpec:
 
     numel: int
     shared: bool = False  # equal on all ranks, as it follows from exchanged arrays
+    dtype: str = ""  # empty: the residual's
+    in_place: bool = False  # written by the optimizer's update: steps have no candidate for it
+    in_units: bool = False  # in units of gradients, as residuals: stays and grows as these do
+    optional: bool = False  # starts at zero where a saved one does not fit
+    is_factor: bool = False  # multiplies gradients in the step: `stats()` has the smallest
+    range: tuple[float, float] = (-math.inf, math.inf)  # of its values, as floats
+
+
+class Follows(Protocol):
+    """What a follower keeps and sends for each tensor; see `horovod_topk.core.follower`.
+
+    It is equal on all ranks, and part of the plan's digest.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the rule."""
+        ...
+
+    def states(self, piece: Piece) -> Mapping[str, StateSpec]:
+        """The arrays that the follower keeps for a tensor, beside the residual, by name."""
+        ...
+
+    def numbers(self, piece: Piece) -> tuple[str, ...]:
+        """Names of the float32 numbers that a rank sends about a tensor in each step."""
+        ...
+
+    def adopted(self, name: str, array: Any, ops: Ops[Any]) -> Any:
+        """A state's array as an earlier version has saved it, as it is kept now."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,17 @@ FLOAT_BITS = {  # dtype -> number of the mantissa's bits, and the bits of 1
     "float64": (52, 0x3FF0000000000000),
 }
 SHARD_BLOCK = 512  # consecutive elements of a shard, so that memory is read in stretches
+ALWAYS = 255  # code of an element that arrives in every step: 255 phi^(1/4), phi its mean
+FREE = 2.0**20  # largest step of a weight in learning rates, and so finite
+OFTEN = 215  # least code of how often an element arrives, phi, above 1/2: 255 phi^(1/4)
 _MOST_LOW_BITS = 31
+
+
+def shard_numel(numel: int, parts: int, first: int) -> int:
+    """Number of elements in blocks first, first + parts, ... of a tensor."""
+    whole, rest = divmod(numel, SHARD_BLOCK)
+    blocks = max(0, -(-(whole - first) // parts))
+    return blocks * SHARD_BLOCK + (rest if whole % parts == first else 0)
 
 
 def tiles(size: int) -> tuple[int, int]:

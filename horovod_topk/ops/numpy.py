@@ -87,11 +87,6 @@ class NumpyOps(WithoutKernels, FactorVerbs):
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         np.add(velocity * velocity.dtype.type(factor), gradient.reshape(-1), out=out)
 
-    def follow(self, mean: Array, rate: float, gradients: Sequence[Array], out: Array) -> None:
-        real = mean.dtype.type
-        has_arrived = np.concatenate([each.reshape(-1) != 0 for each in gradients])
-        np.add(mean * real(1.0 - rate), real(rate) * has_arrived, out=out)
-
     def weighted(self, values: Array, squares: Array) -> Array:
         flat, (mantissa, one) = squares.reshape(-1), FLOAT_BITS[values.dtype.name]
         kind = f"int{8 * values.itemsize}"

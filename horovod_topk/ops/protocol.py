@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
+from horovod_topk.ops import coding
 from horovod_topk.ops.philox import Stream
 
 Array = TypeVar("Array")
@@ -246,15 +247,6 @@ class Ops(Protocol[Array]):
         """out = factor * velocity + gradient, all of one dtype; rounded twice."""
         ...
 
-    def follow(self, mean: Array, rate: float, gradients: Sequence[Array], out: Array) -> None:
-        """out = (1 - rate) * mean, plus `rate` where a gradient is not 0; rounded twice.
-
-        gradients: one or more; of all of them, one after another, `mean` and `out` have the
-            elements.
-        mean, out: flat, of the residual's dtype.
-        """
-        ...
-
     def lost(
         self,
         gradients: Sequence[Array],
@@ -264,13 +256,13 @@ class Ops(Protocol[Array]):
         places: tuple[Place, ...],
         states: Sequence[Array],
     ) -> bool:
-        """Compute the energy that error feedback takes from each gradient: D' of `core.energies`.
+        """Compute the energy that error feedback takes from each gradient: `updates.formulas`.
 
         Args:
             gradients: of any shape; the other arrays are flat, with all tensors one after another.
             residuals: those of one shard of each tensor before the step, and after it.
             factors: what each tensor's residual before it is to be multiplied by. Empty: all are 1.
-            arrivals: phi of all elements.
+            arrivals: codes of phi of all elements, uint8.
             places: where the tensors and their samples are.
             states: arrays with two numbers for each gradient: what sums over samples are multiplied
                 by, first those of one class; then of both classes in turn, what D fades by, D, and
@@ -278,6 +270,20 @@ class Ops(Protocol[Array]):
 
         Returns:
             Whether there is a kernel for these arrays; if not, nothing is written.
+        """
+        ...
+
+    def energies_of(
+        self, arrays: Sequence[Array], arrivals: Array | None, places: tuple[Place, ...], dtype: str
+    ) -> Array:
+        """Sums of squares of samples of arrays, [n] of `dtype`, or [2 n] with arrivals.
+
+        Args:
+            arrays: of any shape, of one dtype.
+            arrivals: codes of phi of all elements, uint8; the first n sums are of elements that
+                arrive often, the others of the rest. None: all elements are of one class.
+            places: where the arrays and their samples are.
+            dtype: of the sums, float32 or float64.
         """
         ...
 
@@ -295,16 +301,18 @@ class Ops(Protocol[Array]):
         arrivals: Array,
         places: tuple[Place, ...],
         states: Sequence[Array],
+        told: Array,
         numbers: tuple[float, float, float],
     ) -> bool:
-        """Compute each gradient's energy E' and factors c after an exchange: see `core.energies`.
+        """Compute each gradient's energy E' and factors c after an exchange: `updates.formulas`.
 
         Args:
             gradients: of any shape.
-            arrivals: phi of all elements.
+            arrivals: codes of phi of all elements, uint8.
             places: where samples are.
-            states: as in `lost`, of E; then D", the largest share of E that counts as gained, and
-                c to be written, of both classes in turn.
+            states: as in `lost`, of E; then the largest share of E that counts as gained, and c to
+                be written, of both classes in turn.
+            told: rows of bytes: D' of each rank, float32.
             numbers: what gradients are multiplied by, the number of ranks, and the least c.
 
         Returns:
@@ -322,7 +330,7 @@ class Ops(Protocol[Array]):
         factors: Array,
         numbers: tuple[float, float],
     ) -> bool:
-        """Find gradients that are suddenly large, and the factors to limit them: see `core.norms`.
+        """Find gradients that are suddenly large, and limit them: `updates.formulas`.
 
         Args:
             gradients: of any shape; other arrays have a number for each.
@@ -330,7 +338,7 @@ class Ops(Protocol[Array]):
             scales: what sums of squares of samples are multiplied by.
             gain: what gradients are divided by.
             means: means of norms before the step, and an array to write those after it to.
-            factors: an array to write the factors of gradients to.
+            factors: an array to write the factors to that gradients are multiplied by.
             numbers: weight of the present step in the means, and the largest norm over the mean.
 
         Returns:
@@ -693,8 +701,39 @@ class Ops(Protocol[Array]):
         ...
 
 
+def sampled_energies(
+    ops: Ops[Array],
+    arrays: Sequence[Array],
+    arrivals: Array | None,
+    places: tuple[Place, ...],
+    dtype: str,
+) -> Array:
+    """`Ops.energies_of` by other operations."""
+    picks = [place[3:] for place in places]
+    sizes = [_sampled(*place[2:]) for place in places]
+    sampled: Any = ops.blocks(arrays, picks, dtype)
+    squared = sampled * sampled
+    if arrivals is None:
+        return ops.segment_sums(squared, sizes)
+    codes = [ops.view(arrivals, place[1], place[1] + place[2]) for place in places]
+    found: Any = ops.blocks(codes, picks, "float32")
+    often: Any = ops.cast(found > coding.OFTEN - 1.0, dtype)
+    classes = squared * often, squared - squared * often
+    return ops.joined([ops.segment_sums(each, sizes) for each in classes])
+
+
+def _sampled(numel: int, shards: int, first: int, parts: int) -> int:
+    """Number of elements of a sample."""
+    return coding.shard_numel(coding.shard_numel(numel, shards, first), parts, 0)
+
+
 class WithoutKernels:
     """Answers of libraries that have no kernels for what adapts the optimizer's steps."""
+
+    def energies_of(
+        self, arrays: Sequence[Any], arrivals: Any, places: tuple[Place, ...], dtype: str
+    ) -> Any:
+        return sampled_energies(self, arrays, arrivals, places, dtype)  # type: ignore[arg-type]
 
     def lost(self, *arrays: Any) -> bool:
         return False

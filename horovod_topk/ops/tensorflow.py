@@ -31,7 +31,7 @@ from horovod_topk.ops import tensorflow_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, WithoutKernels
+from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, Place, WithoutKernels
 
 log = logging.getLogger("horovod_topk")
 
@@ -59,6 +59,9 @@ class Arithmetic:
     def __sub__(self, other: Any) -> Buffer:
         return Buffer(self.value - _operand(other))
 
+    def __rsub__(self, other: Any) -> Buffer:
+        return Buffer(other - self.value)
+
     def __mul__(self, other: Any) -> Buffer:
         return Buffer(self.value * _operand(other))
 
@@ -70,6 +73,9 @@ class Arithmetic:
 
     def __gt__(self, other: Any) -> Buffer:
         return Buffer(self.value > _operand(other))
+
+    def __ge__(self, other: Any) -> Buffer:
+        return Buffer(self.value >= _operand(other))
 
     def __abs__(self) -> Buffer:
         return Buffer(tf.abs(self.value))
@@ -255,15 +261,6 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         kept = velocity.value * _scalar(factor, velocity.dtype)
         _write(out, kept + _flat(gradient))
 
-    def follow(self, mean: Array, rate: float, gradients: Sequence[Array], out: Array) -> None:
-        start = 0
-        for gradient in gradients:
-            stop = start + gradient.numel
-            arrived = tf.cast(tf.not_equal(_flat(gradient), 0), mean.dtype)
-            kept = self.view(mean, start, stop).value * _scalar(1.0 - rate, mean.dtype)
-            _write(self.view(out, start, stop), kept + arrived * _scalar(rate, mean.dtype))
-            start = stop
-
     def weighted(self, values: Array, squares: Array) -> Array:
         flat, (mantissa, one) = _flat(squares), coding.FLOAT_BITS[values.dtype.name]
         kind = tf.int32 if values.dtype == tf.float32 else tf.int64
@@ -376,17 +373,45 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         return Buffer(tf.math.divide_no_nan(array.value, by.value))
 
     def limit(self, arrays: Sequence[Array], factors: Array) -> None:
-        if not arrays:
-            return
-        values, below = [array.value for array in arrays], factors.value < 1.0
-
-        def limited() -> list[Tensor]:
-            own = tf.unstack(tf.where(below, factors.value, 1.0), num=len(values))
-            return [value * tf.cast(f, value.dtype) for value, f in zip(values, own, strict=True)]
-
-        found = tf.cond(tf.reduce_any(below), limited, lambda: values)
+        values, own = [array.value for array in arrays], factors.value
+        found = self.scaled(values, tf.where(own < 1.0, own, tf.ones_like(own)))
         for array, value in zip(arrays, found, strict=True):
             _write(array, value)
+
+    def scaled(self, values: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
+        """Multiply tensors by their factors: [n] of the first one's dtype."""
+        operations = self._sampling(values)
+        if operations is None:
+            own = tf.unstack(factors, num=len(values))
+            return [v * tf.cast(factor, v.dtype) for v, factor in zip(values, own, strict=True)]
+        found = operations.topkef_scale(values, factors)
+        return [_shaped(each, value.shape) for each, value in zip(found, values, strict=True)]
+
+    def energies_of(
+        self, arrays: Sequence[Array], arrivals: Array | None, places: tuple[Place, ...], dtype: str
+    ) -> Array:
+        operations = self._sampling(arrays)
+        if operations is None or arrays[0].dtype.name != dtype:
+            found: Array = super().energies_of(arrays, arrivals, places, dtype)
+            return found
+        sums = operations.topkef_energies(
+            [array.value for array in arrays],
+            tf.zeros([0], tf.uint8) if arrivals is None else _flat(arrivals),
+            samples=[number for place in places for number in place],
+            threads=threads(),
+        )
+        return Buffer(_shaped(sums, [len(arrays) * (1 if arrivals is None else 2)]))
+
+    def kernel_kind(self, device: str) -> str:
+        has_kernels = self._use_kernels and not _has_gpu() and find_operations() is not None
+        return "cpu" if has_kernels else "framework"
+
+    def _sampling(self, arrays: Sequence[Array | Tensor]) -> Any:
+        """The operations on samples of arrays, if there are any for these arrays."""
+        known = {array.dtype for array in arrays}
+        if not self._use_kernels or known not in ({tf.float32}, {tf.float64}):
+            return None
+        return None if _has_gpu() else find_operations()
 
     def root(self, array: Array) -> Array:
         return Buffer(tf.sqrt(array.value))
@@ -538,7 +563,7 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         self.write_scaled(self.place(values, index, gradient.numel), scale, gradient, poisoned)
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
-        if not self._use_kernels or (device not in ("", "cpu") and "CPU" not in device):
+        if not (self._use_kernels and _is_cpu(device)):
             return None
         operations = find_operations()
         return None if operations is None else BucketOperations(recipe, operations)
@@ -565,7 +590,7 @@ def find_operations() -> Any:
     except (tf.errors.OpError, OSError) as error:
         log.warning("TopKEF compresses by TensorFlow's own operations: %s", error)
         return None
-    if hasattr(operations, "topkef_encode"):
+    if hasattr(operations, "topkef_scale"):
         return operations
     log.warning("TopKEF compresses by TensorFlow's own operations: this TensorFlow lacks functions")
     return None
@@ -600,11 +625,11 @@ class BucketOperations:
             template=payload.value,
             keys=tf.stack(keys) if keys else tf.zeros([0], tf.int64),
             recipe=self._recipe,
-            threads=_threads(),
+            threads=threads(),
         )
         for (start, stop), rest in zip(stretches, left, strict=True):
-            _write(_stretch_of(candidate, start, stop), tf.ensure_shape(rest, [stop - start]))
-        _write(payload, tf.ensure_shape(filled, [payload.numel]))
+            _write(_stretch_of(candidate, start, stop), _shaped(rest, [stop - start]))
+        _write(payload, _shaped(filled, [payload.numel]))
 
     def decode(
         self, gathered: Array, scale: float, flags: Sequence[bool], gradients: Sequence[Array]
@@ -616,7 +641,7 @@ class BucketOperations:
                 scale=_scalar(scale, tf.float64),
                 G=self._dtypes,
                 recipe=self._recipe,
-                threads=_threads(),
+                threads=threads(),
             )
         except tf.errors.DataLossError as error:  # a graph raises it when it runs
             found = _WRONG.search(error.message)
@@ -624,7 +649,7 @@ class BucketOperations:
                 raise
             return int(found[1]), int(found[2])
         for total, gradient in zip(totals, gradients, strict=True):
-            _write(gradient, tf.ensure_shape(total, [gradient.numel]))
+            _write(gradient, _shaped(total, [gradient.numel]))
         return None
 
 
@@ -642,7 +667,7 @@ def _bitmap(flags: Tensor) -> Tensor:
     return tf.cast(tf.reduce_sum(tf.reshape(padded, [count, 8]) * weights, 1), tf.uint8)
 
 
-def _threads() -> int:
+def threads() -> int:
     """Number of threads: as many as TensorFlow uses for one operation."""
     return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
 
@@ -652,6 +677,21 @@ def _write(out: Array, tensor: Tensor) -> None:
         out.buffer.write(out.start, out.stop, tensor)
     else:
         out.write(0, out.numel, tensor)
+
+
+def _shaped(tensor: Tensor, shape: Any) -> Tensor:
+    """A kernel's result, whose shape TensorFlow does not know yet."""
+    tensor.set_shape(shape)
+    return tensor
+
+
+def _is_cpu(device: str) -> bool:
+    return device in ("", "cpu") or "CPU" in device
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    return bool(tf.config.list_logical_devices("GPU"))
 
 
 def _scalar(number: Any, dtype: Any) -> Tensor:

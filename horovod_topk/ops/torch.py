@@ -28,7 +28,15 @@ from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, Place, Velocities
+from horovod_topk.ops.protocol import (
+    EACH,
+    HEAD,
+    Fused,
+    Pick,
+    Place,
+    Velocities,
+    sampled_energies,
+)
 
 log = logging.getLogger("horovod_topk")
 
@@ -46,6 +54,7 @@ CODES = {DTYPES[name]: code for code, name in enumerate(("float16", "bfloat16", 
 CODES[torch.float64] = 3  # its code in a recipe
 WIDE = (torch.float32, torch.float64)
 STORED_CODES = {"bfloat16": 2, "int8": 3, "stable8": 3, "int4": 4}  # kinds in a recipe
+FEW = 2  # headers that are copied to the host one by one
 _SAMPLE = 1 << 14  # elements sampled to estimate a threshold; smaller tensors need none
 
 
@@ -148,23 +157,6 @@ class TorchOps(FactorVerbs):
         size = out.numel(), out.element_size()
         library.topkef_update_velocity(*places, *size, torch.get_num_threads())
 
-    def follow(self, mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) -> None:
-        library, ours = self._library(mean.device.type), self._lists(mean.device)
-        if ours is not None and ours.suit(gradients, [mean, out]):
-            ours.follow(mean, rate, gradients, out)
-            return
-        if library is None or any(gradient.dtype != mean.dtype for gradient in gradients):
-            torch.mul(mean, 1.0 - rate, out=out)
-            out.add_(lists.flat(gradients).ne(0).to(out.dtype), alpha=rate)
-            return
-        width, at = out.element_size(), 0
-        for gradient in gradients:
-            packed, numel = _packed(gradient), gradient.numel()
-            places = mean.data_ptr() + at, rate, packed.data_ptr(), out.data_ptr() + at
-            if numel:
-                library.topkef_follow(*places, numel, width, torch.get_num_threads())
-            at += numel * width
-
     def lost(
         self,
         gradients: Sequence[Tensor],
@@ -175,27 +167,42 @@ class TorchOps(FactorVerbs):
         states: Sequence[Tensor],
     ) -> bool:
         ours = self._lists(arrivals.device)
-        if (
-            ours is not None
-            and not factors
-            and ours.suit(gradients, [arrivals, *residuals, *states])
-        ):
+        if ours is not None and not factors and ours.suit(gradients, [*residuals, *states]):
             ours.lost(gradients, residuals, arrivals, places, states)
             return True
         library = self._library(arrivals.device.type)
-        if library is None or any(g.dtype != arrivals.dtype for g in gradients):
+        dtype = residuals[0].dtype
+        if library is None or any(g.dtype != dtype for g in gradients):
             return False
         sums = torch.empty(2 * len(places), dtype=torch.float64)
         packed = [_packed(gradient) for gradient in gradients]
         scale = native.numbers(factors) if factors else None
         arenas = residuals[0].data_ptr(), scale, residuals[1].data_ptr(), arrivals.data_ptr()
-        size = native.table(places), len(places), arrivals.element_size()
+        size = native.table(places), len(places), residuals[0].element_size()
         given = native.addresses([gradient.data_ptr() for gradient in packed])
         library.topkef_lost(given, *arenas, *size, torch.get_num_threads(), sums.data_ptr())
         scales, fading, before, after = states
-        lost = self.transposed(sums.to(arrivals.dtype) * scales, 2)
+        lost = self.transposed(sums.to(dtype) * scales, 2)
         after.copy_(self.finite(fading * before + lost))
         return True
+
+    def energies_of(
+        self,
+        arrays: Sequence[Tensor],
+        arrivals: Tensor | None,
+        places: tuple[Place, ...],
+        dtype: str,
+    ) -> Tensor:
+        kind, library = arrays[0].dtype, self._library(arrays[0].device.type)
+        if library is None or kind not in WIDE or any(a.dtype != kind for a in arrays):
+            return sampled_energies(self, arrays, arrivals, places, dtype)
+        sums = torch.empty((1 if arrivals is None else 2) * len(places), dtype=torch.float64)
+        packed = [_packed(array) for array in arrays]
+        given = native.addresses([array.data_ptr() for array in packed])
+        codes = None if arrivals is None else arrivals.data_ptr()
+        size = native.table(places), len(places), packed[0].element_size()
+        library.topkef_energies(given, codes, *size, torch.get_num_threads(), sums.data_ptr())
+        return sums.to(DTYPES[dtype])
 
     def kernel_kind(self, device: str) -> str:
         if self._lists(torch.device(device)) is not None:
@@ -209,12 +216,13 @@ class TorchOps(FactorVerbs):
         arrivals: Tensor,
         places: tuple[Place, ...],
         states: Sequence[Tensor],
+        told: Tensor,
         numbers: tuple[float, float, float],
     ) -> bool:
         ours = self._lists(arrivals.device)
-        if ours is None or not ours.suit(gradients, [arrivals, *states]):
+        if ours is None or not ours.suit(gradients, states):
             return False
-        ours.energies(gradients, arrivals, places, states, numbers)
+        ours.energies(gradients, arrivals, places, states, told, numbers)
         return True
 
     def spikes(
@@ -397,12 +405,6 @@ class TorchOps(FactorVerbs):
         return torch.where(by != 0, array / by, 0.0)
 
     def limit(self, arrays: Sequence[Tensor], factors: Tensor) -> None:
-        ours = self._lists(factors.device)
-        if ours is not None and ours.fit(arrays, [factors]):
-            ours.limit(arrays, factors)
-            for array in arrays:
-                note_writing(array)
-            return
         if factors.device.type != "cpu":  # their values would wait for the device
             lists.multiply(arrays, lists.spread(factors.clamp(max=1.0), arrays))
             return
@@ -519,7 +521,10 @@ class TorchOps(FactorVerbs):
         check: Callable[[list[bytes], list[list[bool]]], list[bool]],
         tensors: int,
     ) -> list[bool]:
-        heads = [bytes(head) for head in gathered.view(-1, width)[:, :count].tolist()]
+        rows = gathered.view(-1, width)[:, :count]
+        # An accelerator copies two rows one by one as fast as both, which takes a kernel first.
+        each = [row.tolist() for row in rows] if len(rows) <= FEW else rows.tolist()
+        heads = [bytes(head) for head in each]
         return check(heads, torch.stack(list(sound)).tolist() if sound else [])
 
     def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:

@@ -19,8 +19,6 @@ from horovod_topk.kernels import triton
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.protocol import Pick
 
-CHUNK = 1 << 24  # elements of a list that is computed with at once, so that copies fit in memory
-CACHED = 1 << 16  # the same on a CPU, in whose cache the copies are then
 Item = TypeVar("Item")
 
 _verbs: Any = torch  # operations on lists of tensors have no annotations
@@ -28,52 +26,24 @@ _verbs: Any = torch  # operations on lists of tensors have no annotations
 
 def by_kernels(
     items: Sequence[Item], tensors: Callable[[Item], Sequence[Tensor]]
-) -> Iterator[tuple[ModuleType | None, list[Item], list[list[Tensor]]]]:
+) -> Iterator[tuple[ModuleType | None, list[Item]]]:
     """Split items into lists that kernels can compute with, one a device, and the others.
 
     tensors: returns those of an item that kernels read and write.
 
     Yields:
-        The module of kernels, `horovod_topk.kernels.triton.lists`, or None; a list of items; and,
-        for kernels, a list of the items' first tensors, one of their second ones, and so on.
+        The module of kernels, `horovod_topk.kernels.triton.lists`, or None, and a list of items.
     """
-    fit, others = dict[torch.device, list[tuple[Item, Sequence[Tensor]]]](), list[Item]()
+    fit, others = dict[torch.device, list[Item]](), list[Item]()
     for item in items:
         found = tensors(item)
         ours = triton.for_lists(found[0].device.type)
-        if ours is not None and ours.fit(found):
-            fit.setdefault(found[0].device, []).append((item, found))
-        else:
-            others.append(item)
-    for device, pairs in fit.items():
-        own, rows = zip(*pairs, strict=True)
-        yield triton.for_lists(device.type), [*own], [[*each] for each in zip(*rows, strict=True)]
+        is_fit = ours is not None and ours.suit(found)
+        (fit.setdefault(found[0].device, []) if is_fit else others).append(item)
+    for device, own in fit.items():
+        yield triton.for_lists(device.type), own
     if others:
-        yield None, others, []
-
-
-def chunks(
-    items: Sequence[Item], tensor: Callable[[Item], Tensor], kind: Callable[[Item], Hashable]
-) -> Iterator[list[Item]]:
-    """Split items into lists of one kind, of at most `CHUNK` elements if there are several.
-
-    Args:
-        items: the items; those without elements are left out.
-        tensor: returns an item's tensor. Those of a list have one dtype and device.
-        kind: returns what else the items of a list have in common.
-    """
-    lists: dict[Hashable, list[Item]] = {}
-    sizes: dict[Hashable, int] = {}
-    for item in items:
-        each = tensor(item)
-        key, numel = (each.device, each.dtype, each.is_contiguous(), kind(item)), each.numel()
-        most = CACHED if each.device.type == "cpu" else CHUNK
-        if key in lists and sizes[key] + numel > most:
-            yield lists.pop(key)
-        if numel:
-            sizes[key] = numel + (sizes[key] if key in lists else 0)
-            lists.setdefault(key, []).append(item)
-    yield from lists.values()
+        yield None, others
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -96,16 +66,6 @@ def shaped(joined: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         else view
         for view, each in zip(views, like, strict=True)
     ]
-
-
-def write(joined: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write the elements of a flat tensor to a list of tensors, cast to their dtype."""
-    views = shaped(joined, tensors)
-    if hasattr(torch, "_foreach_copy_"):  # PyTorch 2.1
-        _verbs._foreach_copy_(tensors, views)
-        return
-    for tensor, view in zip(tensors, views, strict=True):
-        tensor.copy_(view)
 
 
 def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:

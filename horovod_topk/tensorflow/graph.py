@@ -6,7 +6,8 @@ tensor. All that differs from step to step is read when the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ from horovod_topk.core.clipping import LocalClip, Scope
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.plan_cache import CachedPlan
 from horovod_topk.tensorflow.state_variables import VariableState
+from horovod_topk.updates.tracker import Moments
 
 
 def step(
@@ -23,7 +25,7 @@ def step(
     state: VariableState,
     due: Any,
     rate: Any = None,
-    squares: Sequence[Any] = (),
+    moments: Mapping[str, Moments] = MappingProxyType({}),
 ) -> tuple[list[Any], Any, Any, Any]:
     """Exchange gradients, given in the order of `cached.specs`.
 
@@ -34,7 +36,7 @@ def step(
         due: whether to measure `Squares` in this step, [] bool.
         rate: the learning rate, [] float64; None: it is not known. At 0, gradients are exchanged
             alone, and residuals stay as they are.
-        squares: Adam's mean square of each tensor, or None; empty: with other optimizers.
+        moments: what is known of Adam's second moments, by tensor name.
 
     Returns:
         The exchanged gradients; one flag for each tensor, bucket by bucket, True where a rank had a
@@ -44,16 +46,15 @@ def step(
     """
     plan = cached.plan
     arrays: dict[str, Array] = {
-        spec.name: Buffer(tf.ensure_shape(gradient, spec.shape))
+        spec.name: Buffer(_shaped(gradient, spec.shape))
         for spec, gradient in zip(cached.specs, gradients, strict=True)
     }
     if plan.config.clip_norm is not None:
         clip(list(arrays.values()), plan.config.clip_norm, plan.reduction, state.collective.size)
     of = {b.ordinal: [arrays[t.spec.name] for t in b.tensors] for b in plan.buckets}
-    known = zip([spec.name for spec in cached.specs], squares, strict=True) if squares else ()
     rates = state.rates_at(plan, rate)
     moves = None if rate is None else tf.not_equal(rate, 0.0)
-    run = state.step(plan, cached.name, rates, dict(known), moves=moves)
+    run = state.step(plan, cached.name, rates, moments, moves=moves)
     timer = state.timer
     timer.begin()
     run.turn()
@@ -75,11 +76,16 @@ def step(
         return tf.stack([tf.convert_to_tensor(square, tf.float64) for square in each])
 
     sound = tf.logical_not(tf.reduce_any(flagged))
+    state.note_codes(plan, sound)
     tf.cond(sound, commit, lambda: None)
     unknown = tf.fill([4], tf.constant(-1.0, tf.float64))
     squares = tf.cond(tf.logical_and(due, sound), measure, lambda: unknown)
     exchanged = [arrays[spec.name].value for spec in cached.specs]
     return exchanged, flagged, squares, timer.seconds(exchanged)
+
+
+def _shaped(gradient: Any, shape: tuple[int, ...]) -> Any:
+    return gradient if gradient.shape == shape else tf.ensure_shape(gradient, shape)
 
 
 def clip(gradients: Sequence[Array], clip_norm: float, reduction: str, ranks: int) -> None:

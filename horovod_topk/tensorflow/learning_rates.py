@@ -1,8 +1,8 @@
 """Learning-rate rescaling in graphs; `horovod_topk.core.rates` has the mathematics.
 
-Each residual has a variable of two rates, [2] float64: the one in whose units the residual is, and
-the largest so far; 0 while there is none. A step that commits assigns them, like the residual;
-a step that is skipped leaves them unchanged.
+Each residual has two rates, a row of one variable: the rate in whose units the residual is, and the
+largest so far; 0 while there is none. A step that commits assigns them, like the residual; a step
+that is skipped leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.rates import LARGEST, RATES, is_unit
+from horovod_topk.tensorflow.variables import apart
 
 
 def rate_of(optimizer: Any) -> Any:
@@ -39,18 +40,16 @@ class VariableRates:
 
     Args:
         fall: returns `fall_of` a tensor, by its name.
-
-    Attributes:
-        variables: the pair of rates of each tensor, by name.
+        names: names of all tensors.
     """
 
-    def __init__(self, fall: Callable[[str], float]) -> None:
-        self.variables: dict[str, Any] = {}
-        self._fall = fall
+    def __init__(self, fall: Callable[[str], float], names: Sequence[str]) -> None:
+        self._rows = {name: row for row, name in enumerate(names)}
+        self._fall, self._pairs = fall, apart(_zeros, len(names))
 
     def saved(self) -> dict[str, dict[str, float]]:
         """`Followed.saved`."""
-        pairs = {name: pair.numpy().tolist() for name, pair in self.variables.items()}
+        pairs = dict(zip(self._rows, self._pairs.numpy().tolist(), strict=True))
         known = {name: pair for name, pair in pairs.items() if pair[0] > 0}
         return {
             key: {name: pair[i] for name, pair in known.items()}
@@ -60,20 +59,27 @@ class VariableRates:
     def load(self, saved: Mapping[str, Mapping[str, float]]) -> None:
         """`Followed.load`."""
         units, largest = saved.get(RATES, {}), saved.get(LARGEST, {})
-        for name, pair in self.variables.items():
-            unit = units.get(name, 0.0)
-            pair.assign([unit, largest.get(name, unit)])
+        found = [units.get(name, 0.0) for name in self._rows]
+        each = zip(self._rows, found, strict=True)
+        self._pairs.assign([[unit, largest.get(name, unit)] for name, unit in each])
 
     def at(self, names: Sequence[str], rate: Any) -> StepRates:
         """Return the `StepRates` of a step with these tensors and this rate, [] float64."""
-        return StepRates({n: self.variables[n] for n in names}, list(map(self._fall, names)), rate)
+        rows = {name: self._rows[name] for name in names}
+        return StepRates(self._pairs, rows, list(map(self._fall, names)), rate)
+
+
+def _zeros(count: int) -> Any:
+    with tf.device("cpu"):
+        return tf.Variable(tf.zeros([count, 2], tf.float64), trainable=False)
 
 
 class StepRates:
     """Learning rates of one step in a graph, computed for all tensors at once.
 
     Args:
-        variables: the pair of rates of each tensor, by name.
+        pairs: the variable of all pairs of rates.
+        rows: the row of each tensor, by name.
         falls: `fall_of` each tensor.
         rate: the learning rate of the step, [] float64.
 
@@ -82,10 +88,12 @@ class StepRates:
         largest_decay: the largest of `decays`, [] float64.
     """
 
-    def __init__(self, variables: Mapping[str, Any], falls: Sequence[float], rate: Any) -> None:
-        self._variables, self._places = variables, {name: i for i, name in enumerate(variables)}
-        self.rate = rate
-        before, largest = tf.unstack(tf.stack([*variables.values()]), axis=1)
+    def __init__(
+        self, pairs: Any, rows: Mapping[str, int], falls: Sequence[float], rate: Any
+    ) -> None:
+        self._variable, self._places = pairs, {name: i for i, name in enumerate(rows)}
+        self.rate, self._rows = rate, [*rows.values()]
+        before, largest = tf.unstack(tf.gather(pairs, self._rows), axis=1)
         unit = tf.maximum(rate, tf.constant(falls, tf.float64) * before)
         is_known = (rate > 0.0) & is_unit(unit)
         largest = tf.where(is_known, tf.maximum(rate, largest), largest)
@@ -96,15 +104,14 @@ class StepRates:
         self._decays = tf.where(largest > 0, tf.math.divide_no_nan(unit, largest), 1.0)
         self.largest_decay = tf.reduce_max(self._decays)
 
-    def factors(self, names: Sequence[str], dtype: str, least: float = 0.0) -> Sequence[Any]:
-        """Factors that rescale residuals to the learning rate: [] of a dtype for each name.
+    def factors(self, names: Sequence[str], dtype: str, least: float = 0.0) -> Any:
+        """Factors that rescale residuals to the learning rate: [n] of a dtype.
 
         They are 0 in a step at rate 0, which sends gradients alone.
 
         least: the smallest factor.
         """
-        found = tf.cast(tf.maximum(self._of(names, self._factors), least), dtype)
-        return list(tf.unstack(found, num=len(names)))
+        return tf.cast(tf.maximum(self._of(names, self._factors), least), dtype)
 
     def decays(self, names: Sequence[str]) -> Any:
         """Return the rates in whose units residuals are after the step, divided by their largest.
@@ -115,9 +122,7 @@ class StepRates:
 
     def take_on(self) -> None:
         """Note in a graph that residuals are in the units of the learning rate now."""
-        pairs = tf.unstack(self._pairs, num=len(self._variables))
-        for variable, pair in zip(self._variables.values(), pairs, strict=True):
-            variable.assign(pair, read_value=False)
+        self._variable.scatter_nd_update([[row] for row in self._rows], self._pairs)
 
     def _of(self, names: Sequence[str], numbers: Any) -> Any:
         places = [self._places[name] for name in names]

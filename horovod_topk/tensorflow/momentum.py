@@ -9,7 +9,6 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.config import ADAM, SGD
 from horovod_topk.core.base_compressor import why_inactive
 from horovod_topk.core.optimizers import (
     HAS_NONE,
@@ -24,8 +23,9 @@ from horovod_topk.core.optimizers import (
     why_not_by_arrivals,
 )
 from horovod_topk.methods.protocol import Method
-from horovod_topk.tensorflow.arrivals import ByArrivals
 from horovod_topk.tensorflow.compressor import Compressor
+from horovod_topk.tensorflow.updates import Updates
+from horovod_topk.updates import tracker
 
 log = logging.getLogger("horovod_topk")
 
@@ -40,7 +40,7 @@ class Fitted:
 
     compressor: Compressor
     config: Method  # the compressor's settings, with those that depend on the optimizer
-    arrivals: ByArrivals | None = None
+    updates: Updates | None = None  # that take the place of the optimizer's
     warnings: tuple[str, ...] = ()  # about the optimizer
 
 
@@ -77,9 +77,9 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         return Fitted(compressor, config)
     if follows:
         note_followed(kind)
+        rule = tracker.ADAM if normalises else tracker.SGD
         beta2 = _number(_present(optimizer, "beta_2")) if normalises else None
-        config = replace(config, by_arrivals=ADAM if normalises else SGD, beta2=beta2)
-        return Fitted(compressor, config, arrivals=ByArrivals())
+        return Fitted(compressor, config, updates=Updates(rule, beta2 or 0.0))
     has_beta1 = normalises and _number(_present(optimizer, "beta_1")) != 0.0
     return Fitted(compressor, config, warnings=advise(kind, config, why, normalises=has_beta1))
 

@@ -38,7 +38,7 @@ class CachedPlan:
         if ratio == self.plan.config.ratio:
             return self
         schedule = Schedule(self.plan.config)  # config: ratios of single tensors are resolved
-        return replace(self, plan=self.plan.under(schedule.settings(ratio)))
+        return replace(self, plan=self.plan.under(schedule.settings(ratio), self.plan.follows))
 
 
 class PlanCache:

@@ -11,18 +11,19 @@ import tensorflow as tf
 
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.errors import ShapeChangedError, UnsupportedOperationError
-from horovod_topk.methods.protocol import Method
+from horovod_topk.methods.protocol import Follows, Method
 
 Groups = int | tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's arguments to Horovod, beside the compressor."""
+    """Arguments to Horovod beside the compressor, and what the optimizer's update needs."""
 
     reduction: str  # "average" or "sum"
     groups: Groups  # None, a number of buckets, or ids of variables
     process_set: Any
+    follows: Follows | None = None  # what is kept and sent for the optimizer's update
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -108,7 +109,8 @@ def plan_of(
     """
     of_variable = {id(unwrap(v)): spec for v, spec in zip(variables, specs, strict=True)}
     groups = _asked_groups(specs, of_variable, settings.groups)
-    return make_plan(list(reversed(specs)), config, settings.reduction, groups, names)
+    own = settings.reduction, groups, names, settings.follows
+    return make_plan(list(reversed(specs)), config, *own)
 
 
 def _asked_groups(

@@ -33,7 +33,6 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import TensorFlowOps
 from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.applying import refuse_unexchanged
-from horovod_topk.tensorflow.arrivals import update_by_arrivals
 from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.learning_rates import rate_of
@@ -54,6 +53,7 @@ from horovod_topk.tensorflow.sparse import (
     to_dense,
 )
 from horovod_topk.tensorflow.state import OptimizerState, live_states
+from horovod_topk.tensorflow.updates import update_tf_keras
 from horovod_topk.tensorflow.xla import refuse_xla
 from horovod_topk.tensorflow.zeros import check_bears_zeros
 
@@ -100,13 +100,12 @@ class Exchange:
 
     @property
     def config(self) -> Method:
-        """The settings, without steps by arrivals if a variable is too narrow for them."""
-        fitted = self._fitted
-        if fitted.arrivals is None or fitted.arrivals.is_on:
-            return fitted.config
-        is_ours = "warmup" in fitted.compressor.deferred and fitted.config.follows_energies
-        warmup = None if is_ours else fitted.config.warmup  # Adam has one if it follows
-        return replace(fitted.config, by_arrivals=None, beta2=None, warmup=warmup)
+        """The settings; without Adam's warm-up if a variable is too narrow to adapt its updates."""
+        config, updates = self._fitted.config, self._fitted.updates
+        is_ours = "warmup" in self.compressor.deferred
+        if updates is None or updates.is_on or not (is_ours and updates.rule.normalises):
+            return config
+        return replace(config, warmup=None)
 
     def guard(self, optimizer: Any) -> None:
         """Remember the optimizer, to check in each step that no momentum is applied twice.
@@ -138,19 +137,20 @@ class Exchange:
         refuse_xla()
         optimizer = self._optimizer()
         grads, variables = list(grads), list(vars)
-        by = self._fitted.arrivals
-        if by is not None:
-            self._warnings += by.leave_narrow(optimizer, variables)
-        config = self.config
+        updates = self._fitted.updates
+        if updates is not None:
+            self._warnings += updates.leave_narrow(optimizer, variables)
+        rule = updates.rule if updates is not None and updates.is_on else None
+        config, settings = self.config, replace(self._settings, follows=rule)
         check_not_twice(optimizer, config)
         # Horovod would exchange sparse gradients, and no momentum would be applied to them.
-        if self._sparse_as_dense or config.follows_arrivals:
+        if self._sparse_as_dense or rule is not None:
             grads = [to_dense(gradient) for gradient in grads]
         check_none_left_out(grads, variables, config)
-        self.state = self.compressor.state_of(variables, config, self._settings, self._memory)
+        self.state = self.compressor.state_of(variables, config, settings, self._memory)
         self.state.warnings = self._warnings
-        if by is not None:
-            by.follow(self.state, variables)
+        if updates is not None:
+            updates.follow(self.state, variables)
         changed = self.state.active or config.momentum or config.clip_norm is not None
         scale = self.scale() if changed else None
         if not self.state.active:
@@ -165,8 +165,8 @@ class Exchange:
                 f"follow_lr=True was given, and {type(optimizer).__name__} has no learning_rate",
                 cure="Leave follow_lr= out",
             )
-        squares = [] if by is None else by.squares(optimizer, variables)
-        exchanged = self.state.exchange(local, variables, rate, squares)
+        known = () if updates is None else updates.moments(optimizer, variables)
+        exchanged = self.state.exchange(local, variables, rate, *known)
         exchanged = scaling.multiplied(exchanged, scale)
         if all(gradient is None for gradient in sparse):
             return exchanged
@@ -287,8 +287,8 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
             check_bears_zeros(lambda: cls.from_config(config), cls.__name__, fitted.config)
         refuse_unexchanged(optimizer)
         refuse_local(optimizer, fitted.config)
-        if fitted.arrivals is not None:
-            update_by_arrivals(optimizer, fitted.arrivals)
+        if fitted.updates is not None:
+            update_tf_keras(optimizer, fitted.updates)
         optimizer._allreduce_grads.guard(optimizer)
         scale = optimizer._allreduce_grads.scale = scaling.ScaleAround(optimizer)
         return scaling.around(given, optimizer, scale) if scaling.is_scaler(given) else optimizer

@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.arrivals import Arrived, ArrivedToSgd
 from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, check_steps_kept, elastic
 from horovod_topk.core.measures import HOST
@@ -21,6 +20,7 @@ from horovod_topk.core.state_dict import VARIABLES, renamed
 from horovod_topk.core.timing import Seconds
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
+from horovod_topk.ops.tensorflow import Buffer
 from horovod_topk.tensorflow.alone import clipped_alone, with_momentum
 from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.graph import step
@@ -30,6 +30,8 @@ from horovod_topk.tensorflow.scaling import is_dense
 from horovod_topk.tensorflow.state_variables import VariableState
 from horovod_topk.tensorflow.timing import seconds_of
 from horovod_topk.tensorflow.variables import Stores
+from horovod_topk.updates.tensorflow import Followed
+from horovod_topk.updates.tracker import Moments
 
 log = logging.getLogger("horovod_topk")
 
@@ -74,7 +76,8 @@ class OptimizerState(Attached[VariableState]):
         self.created = next(_COUNT)
         check_elastic(config, in_graphs=True)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
-        self._state = VariableState(config, settings.reduction, names, stores, collective)
+        shared = settings.reduction, names, stores, collective
+        self._state = VariableState(config, *shared, settings.follows)
         self._plans = PlanCache(config, settings, names, self._state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,6 +104,7 @@ class OptimizerState(Attached[VariableState]):
         gradients: Sequence[Any],
         variables: Sequence[Any],
         rate: Any = None,
+        beta2: float = 0.0,
         squares: Sequence[Any] = (),
     ) -> list[Any]:
         """Return exchanged gradients, in a graph or eagerly; None for a missing or sparse gradient.
@@ -109,6 +113,7 @@ class OptimizerState(Attached[VariableState]):
             gradients: one a variable.
             variables: the variables, in the same order in all calls.
             rate: the learning rate, [] float64; None: it is not known.
+            beta2: Adam's; 0 with other optimizers.
             squares: Adam's mean square of each variable, or None; empty: with other optimizers.
 
         Raises:
@@ -125,13 +130,18 @@ class OptimizerState(Attached[VariableState]):
             dense, theirs = [gradients[i] for i in mine], [unwrap(variables[i]) for i in mine]
             cached = self._plan([self._names[i] for i in mine], dense, theirs)
             known = [squares[i] for i in mine] if squares else []
-            for i, exchanged in zip(mine, self._run(cached, dense, rate, known), strict=True):
+            given = dense, rate, beta2, known
+            for i, exchanged in zip(mine, self._run(cached, *given), strict=True):
                 result[i] = exchanged
         return result
 
-    def arrivals_of(self, variable: Any) -> Arrived[Any] | ArrivedToSgd[Any] | None:
-        """As `VariableState.arrivals_of`, for one of the model's variables."""
-        return self._state.arrivals_of(self._name_of[id(unwrap(variable))])
+    def follows(self, variable: Any) -> bool:
+        """Whether the update of a variable of the model depends on the exchange."""
+        return self._state.is_followed(self._name_of[id(variable)])
+
+    def followed(self, variables: Sequence[Any]) -> Followed:
+        """As `VariableState.followed`, for variables of the model."""
+        return self._state.followed([self._name_of[id(each)] for each in variables])
 
     def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients for the optimizer if nothing is compressed: clipped, and with momentum."""
@@ -142,10 +152,8 @@ class OptimizerState(Attached[VariableState]):
         velocities = self._stores.velocities
         return with_momentum(gradients, variables, self._names, self._config, velocities)
 
-    def _run(
-        self, cached: CachedPlan, gradients: list[Any], rate: Any, squares: list[Any]
-    ) -> list[Any]:
-        schedule, given = self._state.schedule_in_graphs, (gradients, rate, squares)
+    def _run(self, cached: CachedPlan, *given: Any) -> list[Any]:
+        schedule = self._state.schedule_in_graphs
         if not tf.executing_eagerly():
             return list(schedule.traced(lambda ratio: self._function(cached, ratio)(*given)))
         self._raised = None
@@ -195,14 +203,18 @@ class OptimizerState(Attached[VariableState]):
         ratio: float,
         gradients: list[Any],
         rate: Any,
+        beta2: float,
         squares: list[Any],
     ) -> Any:
         """Build the graph of one step, with the function that ends it on the host."""
         cached = cached.at(ratio)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
+            known = [Moments(beta2, None if v is None else Buffer(v)) for v in squares]
+            names = [spec.name for spec in cached.specs] if squares else []
+            moments = dict(zip(names, known, strict=True))
             exchanged, flags, sums, seconds = step(
-                cached, gradients, self._state, due, rate, squares
+                cached, gradients, self._state, due, rate, moments
             )
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
             this, key = weakref.ref(self), (cached.name, ratio)
@@ -221,7 +233,7 @@ class OptimizerState(Attached[VariableState]):
             self._state.schedule_in_graphs.enter(tf.ensure_shape(stage, []))
             self._state.take_numbers(numbers)
             with tf.control_dependencies([level]):  # it raises errors of the step
-                return [tf.identity(each) for each in exchanged]
+                return list(tf.identity_n(exchanged))
 
     def _count(
         self, cached: CachedPlan, flags: Any, squares: Any, seconds: Seconds

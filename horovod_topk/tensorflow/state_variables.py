@@ -4,45 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.config import SGD
-from horovod_topk.core.arrivals import (
-    ARRIVALS,
-    FACTORS,
-    LOSS,
-    NORMS,
-    Arrived,
-    ArrivedToSgd,
-    selecting,
-)
 from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.measures import HOST, VERDICT, Rows
-from horovod_topk.core.momentum import Momenta, Momentum, check_dtypes
+from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.rates import fall_of
 from horovod_topk.core.residual import Arenas, Squares
-from horovod_topk.core.rounds import is_shared, state_names, state_plan
+from horovod_topk.core.rounds import declared, state_plan
 from horovod_topk.core.state import State
-from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY, converted
+from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY, converted
 from horovod_topk.core.stats import describe
 from horovod_topk.core.step import Step, Storage
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import Method, Seeded
+from horovod_topk.methods.protocol import Follows, Method, Seeded, StateSpec
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
 from horovod_topk.tensorflow.timing import GraphTimer
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
-from horovod_topk.tensorflow.variables import Stores, VariablePiece, apart
+from horovod_topk.tensorflow.variables import RowPiece, Stores, VariablePiece, apart
+from horovod_topk.updates import formulas
+from horovod_topk.updates.tensorflow import Codes, Followed
+from horovod_topk.updates.tracker import ARRIVALS, FACTORS, Moments, Rule, Tracker, selecting
 
 log = logging.getLogger("horovod_topk")
 
@@ -53,7 +45,7 @@ class VariableArenas(Arenas[Array]):
     Args:
         plan: the bucket.
         variables: one state variable for each tensor of the plan.
-        factors: a factor for each variable's value, of the same dtype; None: all are 1.
+        factors: a factor for each variable's value, [n] of the same dtype; None: all are 1.
         moves: whether the step may change the variables, [] bool; None: it may.
     """
 
@@ -61,15 +53,17 @@ class VariableArenas(Arenas[Array]):
         self,
         plan: BucketPlan,
         variables: Sequence[Any],
-        factors: Sequence[Any] | None = None,
+        factors: Any = None,
         moves: Any = None,
     ) -> None:
         parts, stop = [], 0
-        for i, (tensor, variable) in enumerate(zip(plan.tensors, variables, strict=True)):
+        values = [variable.value() for variable in variables]
+        if factors is not None:
+            values = TensorFlowOps().scaled(values, factors)
+        for tensor, value in zip(plan.tensors, values, strict=True):
             if tensor.start > stop:  # a gap, for alignment
-                parts.append(tf.zeros([tensor.start - stop], variable.dtype))
-            value = variable.value()
-            parts.append(value if factors is None else value * factors[i])
+                parts.append(tf.zeros([tensor.start - stop], value.dtype))
+            parts.append(value)
             stop = tensor.stop
         residual = Buffer.joined(parts)
         super().__init__(plan, residual, residual.copy())
@@ -91,6 +85,78 @@ class VariableArenas(Arenas[Array]):
             variable.assign(left.read(tensor.start, tensor.stop), read_value=False)
 
 
+class Unwritten(Arenas[Array]):
+    """Arenas of one bucket that steps read at most, and the optimizer's update writes."""
+
+    def __init__(self, plan: BucketPlan, variables: Sequence[Any]) -> None:
+        residual = Unread(variables)
+        super().__init__(plan, residual, residual)
+
+    def swap(self) -> None:
+        """Leave the variables as they are."""
+
+
+class Unread(Buffer):
+    """A flat buffer of variables, which are read when values are needed."""
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self._variables, self.dtype = variables, variables[0].dtype
+        self.numel = sum(variable.shape[0] for variable in variables)
+        self.shape = tf.TensorShape([self.numel])
+
+    @cached_property
+    def _whole(self) -> Buffer:
+        return Buffer.joined([variable.value() for variable in self._variables])
+
+    @property
+    def value(self) -> Any:
+        """`Buffer.value`."""
+        return self._whole.value
+
+    def read(self, start: int, stop: int) -> Any:
+        """`Buffer.read`."""
+        return self._whole.read(start, stop)
+
+
+class NumberArenas(Arenas[Array]):
+    """Arenas of a few numbers for each tensor of a bucket, in rows of one variable.
+
+    Args:
+        plan: their layout.
+        variable: the variable.
+        rows: the row of each tensor.
+        factors, moves: as in `VariableArenas`.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        variable: Any,
+        rows: Sequence[int],
+        factors: Any = None,
+        moves: Any = None,
+    ) -> None:
+        filled = [at for at, tensor in enumerate(plan.tensors) if tensor.numel]
+        self._rows = [rows[at] for at in filled]
+        value = tf.gather(variable, tf.constant(self._rows, tf.int32))
+        if factors is not None:
+            value *= tf.gather(factors, tf.constant(filled, tf.int32))[:, tf.newaxis]
+        residual = Buffer(tf.reshape(value, [plan.numel]))
+        super().__init__(plan, residual, residual.copy())
+        self._variable, self._moves = variable, moves
+
+    def swap(self) -> None:
+        """Assign the candidates to the variable."""
+        shape = [len(self._rows), self._variable.shape[1]]
+        value: Any = tf.reshape(self.candidate.value, shape)
+        if self._moves is not None:
+            before = tf.gather(self._variable, tf.constant(self._rows, tf.int32))
+            value = tf.where(self._moves, value, before)
+        if self._rows:
+            self._variable.scatter_nd_update([[row] for row in self._rows], value)
+        super().swap()
+
+
 class VariableState(State[Array]):
     """`State` of one list of variables, whose state variables are made with each plan.
 
@@ -100,6 +166,7 @@ class VariableState(State[Array]):
         names: names of all variables.
         stores: state variables by model variable.
         collective: collectives of the ranks that exchange.
+        follows: the rule of the optimizer's update, if it depends on exchanges.
     """
 
     rates: VariableRates | None
@@ -111,6 +178,7 @@ class VariableState(State[Array]):
         names: Sequence[str],
         stores: Stores,
         collective: Collective[Array],
+        follows: Follows | None = None,
     ) -> None:
         if config.probe_every is not None:
             raise ConfigError(
@@ -130,16 +198,15 @@ class VariableState(State[Array]):
             )
         self.schedule_in_graphs = TracedSchedule(config)
         self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
-        super().__init__(config, reduction, self.ops, self.schedule_in_graphs)
+        super().__init__(config, reduction, self.ops, self.schedule_in_graphs, follows)
         self._names, self.later = names, set(names)
-        self.rates = VariableRates(self._fall) if config.follow_lr else None
+        self.rates = VariableRates(self._fall, names) if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
-        # By tensor name: share of its gradient that an element loses if it always arrives (SGD).
-        self._losses: dict[str, Any] = {}
-        self._begins = apart(lambda: tf.Variable(0.0, False))  # 1 if arrivals begin with it
-        # Number of committed steps when they do, or -1.
-        self._begin_after = apart(lambda: tf.Variable(0, trainable=False, dtype=tf.int64))
+        # SGD's losses, one for each of `names`, and what the update does to codes.
+        self._losses, self._codes = apart(_of_update, len(names))
+        # Variables of a few numbers for each of `names`, by part of the state and dtype.
+        self._rows, self._row = dict[tuple[str, str], Any](), {n: i for i, n in enumerate(names)}
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
@@ -179,9 +246,8 @@ class VariableState(State[Array]):
         """
         if self.exchange is None:
             self._choose_exchange(plan)
-        for name in state_names(plan):
-            part = self.parts.setdefault(METHOD_STATE + name, Part(self.ops))
-            part.facts = {SHARED: is_shared(plan, name)}
+        for name, spec in declared(plan).items():
+            self.parts.setdefault(METHOD_STATE + name, Part(self.ops)).spec = spec
         if self.config.momentum:
             check_dtypes(plan)
         for bucket in plan.buckets:
@@ -191,28 +257,13 @@ class VariableState(State[Array]):
         for part in self.parts.values():
             part.pieces = {n: part.pieces[n] for n in self._names if n in part.pieces}
         self.meet([name for name in variables if name in self.later])
-        self._note_whether_new()
-
-    def has_changed(self) -> None:
-        """`State.has_changed`."""
-        self._note_whether_new()
-
-    def _note_whether_new(self) -> None:
-        """Note whether arrivals of a tensor begin anew: the state that was loaded had none."""
-        part = self.parts.get(METHOD_STATE + ARRIVALS)
-        if self.config.by_arrivals != SGD or part is None:
-            return
-        with tf.init_scope():
-            known = [tf.reduce_any(part.residual(name).value > 0) for name in part.pieces]
-            is_new = not all(map(bool, known))
-            self._begin_after.assign(self.counter.committed if is_new else -1)
 
     def step(
         self,
         plan: Plan,
         name: str,
         rates: StepRates | None = None,
-        squares: Mapping[str, Any] = MappingProxyType({}),
+        moments: Mapping[str, Moments] = MappingProxyType({}),
         *,
         moves: Any = None,
     ) -> Step[Array]:
@@ -222,31 +273,39 @@ class VariableState(State[Array]):
             plan: the buckets, with the settings of the step.
             name: prefix of the collectives' names.
             rates: learning rates of the step, if residuals are rescaled by them.
-            squares: Adam's mean square of each tensor, or None, by name.
+            moments: what is known of Adam's second moments, by tensor name.
             moves: whether the learning rate is other than 0, [] bool; None: it is not known. At 0,
-                residuals and mean norms stay; velocities and arrivals change, as the optimizer's
-                moments do.
+                residuals and states in their units stay; others change, as the optimizer's moments
+                do.
         """
         exchange = self.exchange
         assert exchange is not None  # `know` has chosen it
         self._note_losses(plan, rates)
+        states = declared(plan)
 
         def arenas_of(
             key: str, bucket: BucketPlan, at: int, rates: StepRates | None, least: float = 0.0
-        ) -> VariableArenas:
+        ) -> Arenas[Array]:
             names = [tensor.spec.name for tensor in bucket.tensors]
-            variables = [self._variable(key, name, at) for name in names]
-            stays = moves is not None and key in (RESIDUALS, OWNED, METHOD_STATE + NORMS)
+            spec = states.get(key.removeprefix(METHOD_STATE), StateSpec(0))
+            stays = moves is not None and (key in (RESIDUALS, OWNED) or spec.in_units)
             factors = None
             if rates is not None:
                 factors = rates.factors(names, bucket.residual_dtype, least)
             elif stays and key in (RESIDUALS, OWNED):
-                factors = [tf.cast(moves, bucket.residual_dtype)] * len(names)
-            return VariableArenas(bucket, variables, factors, moves if stays else None)
+                factors = tf.fill([len(names)], tf.cast(moves, bucket.residual_dtype))
+            own = factors, moves if stays else None
+            shared = self._rows.get((key, bucket.residual_dtype))
+            if shared is not None:
+                return NumberArenas(bucket, shared, [self._row[name] for name in names], *own)
+            variables = [self._variable(key, name, at) for name in names]
+            if spec.in_place:
+                return Unwritten(bucket, variables)
+            return VariableArenas(bucket, variables, *own)
 
-        def state_of(name: str, bucket: BucketPlan) -> VariableArenas:
+        def state_of(name: str, bucket: BucketPlan) -> Arenas[Array]:
             # What has waited may arrive as large as it is now.
-            rescaled = (rates, 1.0) if name == NORMS else (None,)
+            rescaled = (rates, 1.0) if states[name].in_units else (None,)
             return arenas_of(METHOD_STATE + name, state_plan(bucket, name), 0, *rescaled)
 
         def storage(bucket: BucketPlan) -> Storage[Array]:
@@ -255,11 +314,8 @@ class VariableState(State[Array]):
                 [arenas_of(RESIDUALS, each, at, rates) for at, each in enumerate(holders)],
                 [arenas_of(OWNED, each, 0, rates) for each in owned],
                 arenas_of(VELOCITY, bucket, 0, None) if plan.config.momentum else None,
-                {each: state_of(each, bucket) for each in state_names(plan)},
+                {each: state_of(each, bucket) for each in states},
             )
-
-        def decay(name: str) -> Any:
-            return 1.0 if rates is None else rates.decays([name])[0]
 
         codec = PayloadCodec(self.ops, self.arrived)
         if self.states_facts:
@@ -270,12 +326,11 @@ class VariableState(State[Array]):
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
         codec.draw_from(lambda: committed, partial(_rank_in_graph, self.config, self.collective))
-        known, beta2 = [(n, v) for n, v in squares.items() if v is not None], plan.config.beta2
-        own = {n: Momentum(beta2, Buffer(v)) for n, v in known}
-        momenta = Momenta(plan.config, lambda: own)
-        momenta.turn()
-        shared = self.ops, codec, exchange, name, momenta
-        return Step(plan, storage, *shared, decay=decay, number=self._number)
+        follow = None
+        if isinstance(plan.follows, Rule):
+            follow = Tracker(plan.follows, self.ops, lambda: moments).follow
+        shared = self.ops, codec, exchange, name
+        return Step(plan, storage, *shared, number=self._number, follow=follow)
 
     @property
     def timer(self) -> GraphTimer:
@@ -294,29 +349,45 @@ class VariableState(State[Array]):
         at = HOST.index(name)
         return Buffer(self._numbers.read_value()[at : at + 1])
 
-    def arrivals_of(self, name: str) -> Arrived[Any] | ArrivedToSgd[Any] | None:
-        """What an update needs to know of a tensor's arrivals; None: it is not followed."""
-        key = METHOD_STATE + ARRIVALS
-        if key not in self.parts or name not in self.parts[key].pieces:
-            return None
-        phi = self._variable(key, name, 0)
-        if self.config.follows_energies:
-            return Arrived(phi, self._variable(METHOD_STATE + FACTORS, name, 0))
-        return ArrivedToSgd(phi, self._losses[name], self._begins)
+    def is_followed(self, name: str) -> bool:
+        """Whether a tensor's update depends on the exchange."""
+        part = self.parts.get(METHOD_STATE + ARRIVALS)
+        return part is not None and name in part.pieces
+
+    def followed(self, names: Sequence[str]) -> Followed:
+        """What the last step has told of followed tensors."""
+        codes = [self._variable(METHOD_STATE + ARRIVALS, name, 0) for name in names]
+        does = self._codes.read_value()
+        if not self._normalises:
+            places = [self._row[name] for name in names]
+            return Followed(codes, None, tf.gather(self._losses, places), does)
+        rows, wide = [self._row[name] for name in names], tf.float64
+        every = (v for (key, _), v in self._rows.items() if key == METHOD_STATE + FACTORS)
+        factors = tf.add_n([tf.cast(tf.gather(variable, rows), wide) for variable in every])
+        return Followed(codes, factors, None, does)
+
+    @property
+    def _normalises(self) -> bool:
+        return isinstance(self.follows, Rule) and self.follows.normalises
+
+    def note_codes(self, plan: Plan, sound: Any) -> None:
+        """Note in a graph what the update does to codes; sound: whether the step is committed."""
+        if plan.follows is not None:
+            sends_all = plan.config.ratio == 1.0 and not plan.config.withheld()
+            self._codes.assign(
+                tf.where(sound, Codes.FILL if sends_all else Codes.FOLLOW, Codes.STAY)
+            )
 
     def _note_losses(self, plan: Plan, rates: StepRates | None) -> None:
         """Assign, in a step of SGD, the share that elements lose if they always arrive."""
-        if self.config.by_arrivals != SGD:
+        if plan.follows is None or self._normalises:
             return
-        begins = self.schedule_in_graphs.read() == self._begin_after.read_value()
-        self._begins.assign(tf.cast(begins, tf.float32))
-        for bucket in plan.buckets:
-            names = [each.spec.name for each in bucket.gradients]
-            found = selecting(plan.config, bucket.gradients)
-            known = [LOSS * (name in found) for name in names]
-            losses = known if rates is None else tf.unstack(known * rates.decays(names) ** 2)
-            for name, loss in zip(names, losses, strict=True):
-                self._losses[name].assign(loss, read_value=False)
+        names = [tensor.spec.name for tensor in plan.tensors()]
+        found = {n for each in plan.buckets for n in selecting(plan.config, each.gradients)}
+        loses = tf.constant([float(name in found) for name in names], tf.float64)
+        decays = tf.ones_like(loses) if rates is None else rates.decays(names)
+        places = [[self._row[name]] for name in names]
+        self._losses.scatter_nd_update(places, loses * formulas.loss_of(decays))
 
     def _renew_numbers(self) -> None:
         """Set the measures of the next step after a state was loaded."""
@@ -363,17 +434,26 @@ class VariableState(State[Array]):
             make(self.parts[OWNED], stores.owned, exchange.owned(bucket), orders)
         if VELOCITY in self.parts:
             make(self.parts[VELOCITY], stores.velocities, (bucket,), {})
-        for key in self.parts:
-            if key.startswith(METHOD_STATE):
-                name = key.removeprefix(METHOD_STATE)
-                make(self.parts[key], stores.methods[name], (state_plan(bucket, name),), {})
-        for name in (t.spec.name for t in bucket.tensors if self.config.by_arrivals == SGD):
-            self._losses.setdefault(name, apart(lambda: tf.Variable(0.0, False, dtype="float64")))
-        if self.rates is not None:
-            for spec in (tensor.spec for tensor in bucket.tensors):
-                rates = replace(spec, shape=(2,), dtype="float64")
-                (pair,) = stores.rates.of(variables[spec.name], rates, [2])
-                self.rates.variables[spec.name] = pair
+        for key, part in self.parts.items():
+            if not key.startswith(METHOD_STATE):
+                continue
+            name = key.removeprefix(METHOD_STATE)
+            laid_out = state_plan(bucket, name)
+            if bucket.follows is None or part.spec is None or part.spec.in_place:
+                make(part, stores.methods[name], (laid_out,), {})
+            else:
+                self._share_rows(key, laid_out)
+
+    def _share_rows(self, key: str, laid_out: BucketPlan) -> None:
+        """Find or make the rows of a bucket's tensors in the variable of one part."""
+        part, dtype = self.parts[key], laid_out.residual_dtype
+        if (key, dtype) not in self._rows:
+            width = max(tensor.numel for tensor in laid_out.tensors)
+            self._rows[key, dtype] = apart(_zeros_of, len(self._names), width, dtype)
+        for tensor in laid_out.tensors:
+            name, variable = tensor.spec.name, self._rows[key, dtype]
+            part.specs[name] = tensor.spec
+            part.pieces[name] = [RowPiece(variable, self._row[name], tensor.numel)]
 
     def _variable(self, key: str, name: str, at: int) -> Any:
         piece = self.parts[key].pieces[name][at]
@@ -407,7 +487,7 @@ class _Layout:
             made: Sequence[Any] = ()
             if own:
                 sizes = [each.numel for _, each in own]
-                made = store.of(self._variables[name], spec, sizes, orders.get(name))
+                made = store.of(self._variables[name], part.specs[name], sizes, orders.get(name))
             part.pieces[name] = [
                 VariablePiece(variable, holder.parts, each.first)
                 for variable, (holder, each) in zip(made, own, strict=True)
@@ -428,6 +508,17 @@ def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
             "or RandomK, or run without --min-np and --max-np",
         )
     return collective.rank
+
+
+def _of_update(count: int) -> tuple[Any, Any]:
+    with tf.device("cpu"):
+        losses = tf.Variable(tf.zeros([count], tf.float64), trainable=False)
+        return losses, tf.Variable(Codes.FOLLOW, trainable=False, dtype=tf.int32)
+
+
+def _zeros_of(count: int, width: int, dtype: str) -> Any:
+    with tf.device("cpu"):
+        return tf.Variable(tf.zeros([count, width], dtype), trainable=False)
 
 
 def _of_host() -> Any:

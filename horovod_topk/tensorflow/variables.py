@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
+from horovod_topk.core.plan import TensorSpec
 from horovod_topk.errors import ShapeChangedError
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.tensorflow.planning import unwrap
@@ -64,6 +64,27 @@ class VariablePiece:
 
 
 @dataclass(frozen=True)
+class RowPiece:
+    """`horovod_topk.core.part.Piece` that holds a row of a variable which all tensors share."""
+
+    variable: Any
+    row: int
+    numel: int
+    parts: int = 1
+    first: int = 0
+
+    def read(self) -> Array:
+        """`Piece.read`: a copy."""
+        return Buffer(self.variable[self.row, : self.numel])
+
+    def write(self, source: Array) -> None:
+        """`Piece.write`."""
+        if self.numel:
+            values = tf.cast(source.value, self.variable.dtype)
+            self.variable.scatter_nd_update([[self.row]], values[tf.newaxis])
+
+
+@dataclass(frozen=True)
 class _Entry:
     pieces: Sequence[Any]
     order: object
@@ -94,7 +115,7 @@ class StateVariables:
         Raises:
             ShapeChangedError: earlier gradients had another precision, or other shards.
         """
-        variable, dtype = unwrap(variable), RESIDUAL_DTYPE[spec.dtype]
+        variable, dtype = unwrap(variable), spec.residual_dtype
         key = id(variable)
         if key not in self._of:
             pieces = apart(_zeros, sizes, dtype, variable.device)
@@ -126,7 +147,6 @@ class Stores:
     residuals: StateVariables = field(default_factory=StateVariables)
     owned: StateVariables = field(default_factory=StateVariables)  # owner's residuals
     velocities: StateVariables = field(default_factory=StateVariables)
-    rates: StateVariables = field(default_factory=StateVariables)  # learning rates, [2] float64
     methods: dict[str, StateVariables] = field(  # the method's state, by name
         default_factory=lambda: defaultdict(StateVariables)
     )

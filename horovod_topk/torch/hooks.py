@@ -28,8 +28,10 @@ class Hooks(hooks.Hooks):
         check_after(optimizer)
 
     def _is_around(self, optimizer: Any) -> bool:
-        was_called = optimizer._synchronized or not self._has_exchanged
-        return bool(optimizer._should_synchronize and was_called)
+        if not optimizer._should_synchronize:  # Horovod's step sets it to False
+            return bool(optimizer._synchronized)
+        waits = optimizer._synchronized or optimizer._handles
+        return bool(waits or not self._has_exchanged)
 
     def _check_clipping(self, optimizer: Any) -> None:
         """Check for late clipping, unless `step()` itself exchanges the gradients."""

@@ -53,7 +53,7 @@ class OptimizerState(TrainingState):
             self._config = config
             return
         config = self._fit_settings(optimizer, config, deferred or {})
-        if config.follows_arrivals:
+        if self._rule is not None:
             optimizer.sparse_as_dense = True  # Horovod would exchange sparse ones without momentum
         collective = HorovodCollective(optimizer.process_set)
         self._attach(optimizer, plan_of(optimizer, config), collective, grad_scaler)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,15 +14,13 @@ from torch import Tensor
 
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.torch_training import momentum
-from horovod_topk.torch_training.adam import AdamSteps
-from horovod_topk.torch_training.added import applies_nothing
 from horovod_topk.torch_training.buckets import Buckets, Use
 from horovod_topk.torch_training.clipping_late import LateClipping
 from horovod_topk.torch_training.scaling import warn_of_scaler
-from horovod_topk.torch_training.sgd import SgdSteps
 from horovod_topk.torch_training.stepping import closure_of, with_one_exchange
 from horovod_topk.torch_training.tracing import untraced
 from horovod_topk.torch_training.unapplied import CLEARED, UNSEEN, Unapplied
+from horovod_topk.torch_training.updates import Updates, applies_nothing
 
 LOOKS = 8  # calls of the hook that look for a loss scaler; each Horovod step makes two calls
 
@@ -35,7 +34,7 @@ class Hooks(abc.ABC):
     Args:
         compressor: the compressor of the optimizer's gradients.
         buckets: the same gradients, as they become ready.
-        steps: what prepares its steps, if they depend on arrivals.
+        updates: its updates, if they depend on the exchange.
         has_scaler: whether the loss's scaler is known.
     """
 
@@ -46,14 +45,15 @@ class Hooks(abc.ABC):
         self,
         compressor: Compressor[Tensor],
         buckets: Buckets,
-        steps: AdamSteps | SgdSteps | None,
+        updates: Updates | None,
         *,
         has_scaler: bool = False,
     ) -> None:
         self._compressor, self._buckets = compressor, buckets
-        self._steps = steps
-        self._prepared = 0  # number of exchanges when a step was last prepared
-        self._is_prepared = False  # until that step has ended
+        self._updates = updates
+        self._updated = 0  # number of exchanges when an update last began
+        self._is_updating = False  # until that step has ended
+        self._before: Any = None  # the handle of `_before_step`
         self._use: Use | None = None  # what the present step uses of the exchanged gradients
         config = compressor.plan.config
         keeps = config.momentum or config.ratio < 1.0 or config.withheld()
@@ -69,18 +69,18 @@ class Hooks(abc.ABC):
         factor = self._compressor.plan.config.momentum
         self.late_clipping = LateClipping(optimizer, factor, self._buckets)
         names = [slot.spec.name for slot in self._buckets.slots.values()] or [""]
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._unapplied = Unapplied(optimizer, self._compressor, names)
         for p, accumulation in accumulations:
             before = partial(self._before_accumulation, id(p))
             self._handles.append(accumulation.register_prehook(before))
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        self._handles.append(self._before)
         if hasattr(optimizer, "register_state_dict_pre_hook"):  # PyTorch 2.1
             self._handles.append(optimizer.register_state_dict_pre_hook(self._undo))
         after = optimizer.register_step_post_hook(self._after_step)
-        # Before the hooks that a user has registered: they should see the momentum of dense steps.
-        registered = getattr(optimizer, "_optimizer_step_post_hooks", None)
-        if isinstance(registered, OrderedDict) and after.id in registered:  # PyTorch's own
-            registered.move_to_end(after.id, last=False)
+        # Before the hooks that a user has registered: they should see the gradients.
+        _move(optimizer, "_optimizer_step_post_hooks", after, last=False)
         self._handles.append(after)
 
     def remove(self) -> None:
@@ -99,6 +99,9 @@ class Hooks(abc.ABC):
         """Note that all gradients are exchanged, so that a user may change them from now on."""
         self.late_clipping.begin()
         self._unapplied.note(UNSEEN)
+        if self._updates is not None and (optimizer := self._optimizer()) is not None:
+            # After the hooks that a user has registered: they should see the gradients.
+            _move(optimizer, "_optimizer_step_pre_hooks", self._before, last=True)
 
     @abc.abstractmethod
     def _check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -121,7 +124,10 @@ class Hooks(abc.ABC):
     @untraced
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient, unless it was zeroed in place."""
-        self._undo()
+        if self._is_updating:  # a step has raised, and a user may have zeroed what it has hidden
+            assert self._updates is not None
+            self._updates.forget()
+            self._updated, self._is_updating = -1, False
         slot = self._buckets.slots.get(parameter)
         if slot is not None:
             slot.has_fired = True
@@ -132,6 +138,7 @@ class Hooks(abc.ABC):
     @untraced
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Check a step before it runs; returns the arguments that the step gets instead."""
+        self._undo()
         self._check_before(optimizer, args, kwargs)
         if self._looks:
             self._of_scaler = warn_of_scaler(type(optimizer).__name__)
@@ -143,41 +150,39 @@ class Hooks(abc.ABC):
             momentum.give_back(optimizer)
         self._check_clipping(optimizer)
         self._use = None
-        if closure_of(args, kwargs) is None:
-            self._decide(optimizer)
-            self._prepare(optimizer)
+        if closure_of(args, kwargs) is None and not self._is_around(optimizer):
+            self._begin(optimizer)
         check = partial(self._after_closure, optimizer)
         return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges, check)
 
     def _after_closure(self, optimizer: Any) -> None:
-        """Check what a closure has computed, and prepare the step with it."""
+        """Check what a closure has computed, and begin the step with it."""
+        self._undo()  # Horovod's step and the optimizer's own both come here
         self._check_closure(optimizer)
-        self._use = None
-        self._decide(optimizer)
-        self._prepare(optimizer)
+        self._begin(optimizer)
 
-    def _decide(self, optimizer: Any) -> None:
-        """Note what the step that begins uses: it may clear gradients, or write to them."""
-        if not self._is_around(optimizer) and not applies_nothing(optimizer):
+    def _begin(self, optimizer: Any) -> None:
+        """Note what the step uses, which may clear gradients, and begin its updates.
+
+        They take the place of the optimizer's own once for each exchange.
+        """
+        self._use = None
+        if not applies_nothing(optimizer):
             zeros = self._compressor.config.may_send_nothing
             self._use = self._buckets.use_of(optimizer, with_zeros=zeros)
-
-    def _prepare(self, optimizer: Any) -> None:
-        """Prepare the optimizer's own step, if it depends on arrivals: once for each exchange."""
         exchanges = self._buckets.exchanges
-        if self._steps is None or self._is_around(optimizer) or exchanges == self._prepared:
-            return
-        self._is_prepared = True
-        self._steps.prepare(optimizer)
-        self._prepared = exchanges
+        if self._updates is not None and exchanges != self._updated:
+            self._is_updating = True
+            self._updates.begin(optimizer)
+            self._updated = exchanges
 
     @untraced
     def _undo(self, *_: Any) -> None:
-        """Restore the momentum that the optimizer had before a step that has raised."""
-        if self._is_prepared:
-            assert self._steps is not None
-            self._steps.undo()
-            self._prepared, self._is_prepared = -1, False
+        """Show the gradients that a step which has raised has left hidden."""
+        if self._is_updating:
+            assert self._updates is not None
+            self._updates.undo()
+            self._updated, self._is_updating = -1, False
 
     def _check_clipping(self, optimizer: Any) -> None:
         """Warn of gradients that were changed after their exchange."""
@@ -186,10 +191,10 @@ class Hooks(abc.ABC):
     @untraced
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._is_prepared:
-            assert self._steps is not None
-            self._steps.restore()
-            self._is_prepared = False
+        if self._is_updating:
+            assert self._updates is not None
+            self._updates.end(optimizer)
+            self._is_updating = False
         self._check_after(optimizer)
         self._check_clipping(optimizer)  # if a closure has exchanged within the step
         use, self._use = self._use, None
@@ -201,3 +206,10 @@ class Hooks(abc.ABC):
         finally:  # a user's callback may raise
             self._buckets.forget_exchanged()
         self._unapplied.note(CLEARED)
+
+
+def _move(optimizer: Any, hooks: str, handle: Any, *, last: bool) -> None:
+    """Move a hook behind those of the same kind, or before them."""
+    registered = getattr(optimizer, hooks, None)
+    if isinstance(registered, OrderedDict) and handle.id in registered:  # PyTorch's own
+        registered.move_to_end(handle.id, last=last)

@@ -11,14 +11,12 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW
 
-from horovod_topk import config as settings
 from horovod_topk.core.optimizers import (
     HAS_NONE,
     Own,
@@ -30,9 +28,12 @@ from horovod_topk.core.optimizers import (
     why_not_by_arrivals,
 )
 from horovod_topk.core.optimizers import advise as advise_of
+from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training.group_settings import betas_of, momentum_of, number_of
 from horovod_topk.torch_training.tracing import untraced
+from horovod_topk.updates import tracker
+from horovod_topk.updates.tracker import Rule
 
 log = logging.getLogger("horovod_topk")
 
@@ -66,7 +67,9 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
         check_once(momentum, nesterov, own)
 
 
-def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
+def fit_momentum(
+    optimizer: Any, config: Method, deferred: Mapping[str, str]
+) -> tuple[Method, Rule | None]:
     """Fill in the settings that depend on the optimizer, and on how its steps are adapted.
 
     Args:
@@ -74,9 +77,13 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
         config: the settings.
         deferred: names of the settings that are left to the compressor.
 
+    Returns:
+        The settings, and the rule by which its steps are adapted; None: they are not.
+
     Raises:
-        ConfigError: momentum would be applied twice.
+        ConfigError: momentum would be applied twice, or weights would become NaN.
     """
+    _check_eps(optimizer, config)
     is_adam, kind = isinstance(optimizer, (Adam, AdamW)), kind_of(optimizer)
     normalises = is_adam if is_adam or isinstance(optimizer, SGD) else None
     is_auto = "momentum" in deferred
@@ -91,12 +98,23 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
         check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
     else:
         note_followed(kind)
-        # In each step a group's own beta 2 counts: `second_moments`.
-        betas = [betas_of(group)[1] for group in optimizer.param_groups if is_adam]
-        largest = max((beta for beta in betas if beta is not None), default=None)
-        rule = settings.ADAM if is_adam else settings.SGD
-        config = replace(config, by_arrivals=rule, beta2=largest)
-    return config
+    return config, (tracker.ADAM if is_adam else tracker.SGD) if follows else None
+
+
+def _check_eps(optimizer: Any, config: Method) -> None:
+    """Refuse an Adam that divides by 0 where no gradient has arrived yet."""
+    if not isinstance(optimizer, (Adam, AdamW)) or (config.ratio == 1.0 and not config.withheld()):
+        return
+    for group in optimizer.param_groups:
+        # Its fused steps compute in float32 at least.
+        kinds = {torch.float32 if group.get("fused") else p.dtype for p in group["params"]}
+        for kind in kinds:
+            if kind.is_floating_point and not torch.tensor(group["eps"], dtype=kind):
+                raise ConfigError(
+                    f"{kind_of(optimizer)} has eps={group['eps']}, which is 0 in {kind}: weights "
+                    "whose gradients have not arrived yet would become 0 / 0",
+                    cure="Pass a larger eps, such as 1e-8, or 1e-7 for float16",
+                )
 
 
 def _why_left(optimizer: Any, config: Method) -> str:
@@ -106,6 +124,8 @@ def _why_left(optimizer: Any, config: Method) -> str:
         return f"it is none of {KNOWN}"
     if not _steps_as_known(optimizer):
         return f"its step() is not that of {KNOWN}"
+    if any(group.get("differentiable") for group in groups):
+        return "it is differentiable"
     if not all(map(_has_numbers, groups)):
         return f"its parameter groups have {_shown(groups[0])}"
     if any(group.get("dampening") for group in groups):

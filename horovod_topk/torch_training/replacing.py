@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from horovod_topk.core.arrivals import STATES
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, STEPS
 from horovod_topk.errors import ConfigError
@@ -63,5 +62,5 @@ def inherited(before: Compressor[Tensor], own: Mapping[str, Any]) -> dict[str, A
             for name, residual in part.get(RESIDUALS, {}).items():
                 residual.mul_(before.rates.decay(name))
     kept = {key: state[key] for key in state if key in (RESIDUALS, OWNED)}
-    of_method = {METHOD_STATE + name for name in before.states.keys() - set(STATES)}
+    of_method = {METHOD_STATE + n for n, part in before.states.items() if not part.is_optional}
     return {**own, **kept, **{key: state[key] for key in of_method}, STEPS: before.ended}

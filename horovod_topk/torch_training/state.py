@@ -11,27 +11,23 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from horovod_topk.config import ADAM, SGD
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, elastic, guarded
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.momentum import Momenta
 from horovod_topk.core.plan import Plan
 from horovod_topk.core.probe import Probe
 from horovod_topk.core.stats import Stats, describe
 from horovod_topk.core.timing import Timed
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch_training.adam import AdamSteps, arrived, second_moments
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping import clip_alone
 from horovod_topk.torch_training.hooks import Hooks
@@ -39,9 +35,10 @@ from horovod_topk.torch_training.momentum import advise, fit_momentum, hand_over
 from horovod_topk.torch_training.preprocessing import ExchangesOwn, Phase, Preprocessing
 from horovod_topk.torch_training.rates import followed, why_not_followed
 from horovod_topk.torch_training.scaling import Scaler
-from horovod_topk.torch_training.sgd import SgdSteps
 from horovod_topk.torch_training.stepping import check_evaluates_once, frozen
+from horovod_topk.torch_training.updates import Updates, moments
 from horovod_topk.torch_training.wrappers import check_has_hooks
+from horovod_topk.updates.tracker import Rule, Tracker
 
 log = logging.getLogger("horovod_topk")
 
@@ -73,6 +70,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         self._names = names
         self._buckets = Buckets(names)
         self._advice: tuple[str, ...] = ()  # warnings about the optimizer
+        self._rule: Rule | None = None  # by which the optimizer's steps are adapted
 
     def _fit_settings(self, optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
         """Fill in the settings that depend on the optimizer.
@@ -82,7 +80,8 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         """
         check_elastic(config)
         check_evaluates_once(optimizer)
-        config = guarded(fit_momentum(optimizer, config, deferred), deferred)
+        config, self._rule = fit_momentum(optimizer, config, deferred)
+        config = guarded(config, deferred)
         if "follow_lr" in deferred:
             why = why_not_followed(optimizer)
             config = replace(config, follow_lr=not why)
@@ -90,7 +89,8 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
                 log.info("TopKEF does not follow learning rates: %s", why)
         if isinstance(optimizer, ExchangesOwn):
             config = optimizer.exchange_settings(config, self._names)
-        self._advice = advise(optimizer, config, is_auto="momentum" in deferred)
+        if self._rule is None:
+            self._advice = advise(optimizer, config, is_auto="momentum" in deferred)
         return config
 
     def _attach(
@@ -106,7 +106,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             PlanMismatchError, ConfigError: ranks have different plans, or the exchange cannot be
                 used here.
         """
-        config = plan.config
+        config, plan = plan.config, plan.under(plan.config, self._rule)
         self._preprocessing = Preprocessing.of(grad_scaler, plan, optimizer)
         self._has_scaler = grad_scaler is not None
         ops = TorchOps()
@@ -116,11 +116,13 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             self._ordinal = agree(plan, self._ordinal, ops, collective)
         exchange = exchange_of(plan, ops, collective)
         name = f"{self._prefix}.{self._ordinal}"
-        momenta = Momenta(config)
-        if config.follows_energies:
-            momenta = Momenta(config, partial(second_moments, self._optimizer, self._names))
+        follow = None
+        if self._rule is not None:
+            follow = Tracker(
+                self._rule, ops, lambda: moments(self._optimizer(), self._names)
+            ).follow
         self._compressor = self._state = Compressor(
-            plan, ops, PayloadCodec(ops), exchange, name, momenta, collective.timer
+            plan, ops, PayloadCodec(ops), exchange, name, collective.timer, follow
         )
         if config.probe_every is not None:
             self._compressor.step.probe = Probe(config.probe_every, collective, ops, name)
@@ -134,12 +136,10 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
     def _watch(self, optimizer: Any, accumulations: Any) -> None:
         """Register hooks on the optimizer's steps; for `accumulations` see `Hooks.watch`."""
         compressor: Compressor[Tensor] = self._compressor
-        steps: AdamSteps | SgdSteps | None = None
-        if compressor.config.by_arrivals == ADAM:
-            steps = AdamSteps(self._names, partial(arrived, compressor))
-        elif compressor.config.by_arrivals == SGD:
-            steps = SgdSteps(self._names, lambda: compressor)
-        shared = compressor, self._buckets, steps
+        updates = None
+        if self._rule is not None:
+            updates = Updates(self._names, lambda: compressor)
+        shared = compressor, self._buckets, updates
         self._hooks = type(self).hooks(*shared, has_scaler=self._has_scaler)
         try:
             self._hooks.watch(optimizer, accumulations)

@@ -164,20 +164,6 @@ def test_velocities_are_rounded_twice(
 
 
 @each_way
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("numel", [0, 1, 5000])
-def test_a_mean_follows_what_is_not_zero(backend: Backend, dtype: str, numel: int) -> None:
-    random = np.random.default_rng(0)
-    mean, gradient = random.random(numel).astype(dtype), random.standard_normal(numel)
-    gradient = np.where(random.random(numel) < 0.5, 0, gradient).astype(dtype)
-    out, real = backend.ops.zeros(numel, dtype, "cpu"), np.dtype(dtype).type
-    parts = [backend.array(each, dtype) for each in np.split(gradient, [numel // 3])]
-    backend.ops.follow(backend.array(mean, dtype), 0.1, parts, out)
-    expected = mean * real(0.9) + np.where(gradient != 0, real(0.1), real(0))
-    assert bits(backend, out) == expected.tobytes()
-
-
-@each_way
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_samples_are_blocks_of_shards(backend: Backend, dtype: str) -> None:
     shapes, picks = [(70, 100), (300,), (40, 60)], [(3, 1, 3), (1, 0, 1), (1, 0, 3)]

@@ -145,8 +145,6 @@ TORCH = named("torch", "alone", "nodes", "ddp")
 # The files that ask nothing of Horovod but its verbs, in ranks/over_torch.py; and DDP's own.
 DDP = (
     *(
-        "arrivals",
-        "sgd_arrivals",
         "changes_alone",
         "checkpoint",
         "clipping",
@@ -157,7 +155,7 @@ DDP = (
         "grad_scaler",
     ),
     *("groups_ratios", "guard", "hierarchical", "learning_rates", "methods"),
-    *("momentum", "ranks_agree", "sharded", "steps", "training_loops", "warmup"),
+    *("momentum", "options", "ranks_agree", "sharded", "steps", "training_loops", "updates"),
 )
 TENSORFLOW = named("tensorflow", "alone")
 # The files of TensorFlow with laws and exchanges.

@@ -523,9 +523,16 @@ NUMBERS = ("tiles", "ranks", "payload_bytes", "flags_at", "runs", "tensors", "cr
 
 
 def compiled(
-    kernel: Any, warps: int, types: Mapping[str, str] | None = None, **constants: Any
-) -> str:
-    """PTX of a kernel for an H100 or H200. types: those of its arguments; None: the usual ones."""
+    kernel: Any,
+    warps: int,
+    types: Mapping[str, str] | None = None,
+    generation: int = 90,
+    **constants: Any,
+) -> Any:
+    """Compile a kernel, by default for an H100 or H200: to text and binary code by kind.
+
+    types: those of its arguments; None: the usual ones.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -540,9 +547,8 @@ def compiled(
             signature[name] = "constexpr"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert isinstance(ptx, str)
-    return ptx
+    target = GPUTarget("cuda", generation, 32)
+    return triton.compile(source, target=target, options=options).asm
 
 
 @pytest.mark.one_in(6)
@@ -550,7 +556,7 @@ def compiled(
 def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormals survive, and sums and products are rounded apart: as the verbs have it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from horovod_topk.kernels.triton.gather import gather, locate
+    from horovod_topk.kernels.triton.gather import gather
     from horovod_topk.kernels.triton.narrow import narrow
     from horovod_topk.kernels.triton.pack import pack
     from horovod_topk.kernels.triton.scatter import scatter
@@ -561,7 +567,7 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     chunk = {"CHUNK": size.chunk, "SLOT": size.slot}
     run = {"ROOM": 8192, "LANES": size.lanes}
     out = {"OUTPUT": size.output, "LANES": 128}
-    decode = {"KIND": kind, "RANKS_ROOM": 8, "BLOCK": size.block, **out}
+    decode = {"KIND": kind, "RANKS_ROOM": 8, "STEPS": 18, "BLOCK": size.block, **out}
     kinds = (FLOAT32, BFLOAT16, INT8) if kind == 2 else (INT4, FLOAT16, SIGN)
     kernels = [
         compiled(stream, 4, KIND=kind, WEIGHS=kind == 3, TILE=size.tile, **chunk),
@@ -573,8 +579,7 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     if kind == 3:
         more = {"RUN_CHUNKS": 12, "CHUNKS_ROOM": 16, "SAMPLE": 2 * size.sample}
         kernels += [compiled(narrow, 16, **chunk, **run, **more), compiled(weigh, 4)]
-        kernels += [compiled(locate, 4, STEPS=18, **out)]
     else:
         kernels.append(compiled(scatter, 16, RUN=12 * size.chunk, **run))
-    for ptx in kernels:
+    for ptx in (each["ptx"] for each in kernels):
         assert ".ftz" not in ptx and "fma." not in ptx and "div.full" not in ptx

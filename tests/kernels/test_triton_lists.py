@@ -7,8 +7,11 @@ there is a GPU on it as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,20 +19,18 @@ import torch
 from test_triton import DEVICE, assert_same, compiled, needs_triton, run_cases, triton_version
 from torch import Tensor
 
-from horovod_topk.core import arrivals
-from horovod_topk.core.energies import Energies
-from horovod_topk.core.momentum import Momenta, Momentum
-from horovod_topk.core.norms import TINY, Norms
+from horovod_topk.core.follower import Memory
 from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.rounds import state_plan
-from horovod_topk.core.samples import Sample
 from horovod_topk.kernels import native, triton
 from horovod_topk.methods.topk import TopK
-from horovod_topk.ops import torch_buffers, torch_moments
-from horovod_topk.ops import torch_lists as lists_of_items
 from horovod_topk.ops.protocol import Place
-from horovod_topk.ops.torch import TorchOps
+from horovod_topk.ops.torch import DTYPES, TorchOps
+from horovod_topk.updates import tracker
+from horovod_topk.updates.formulas import Adam, Sgd, adam_of
+from horovod_topk.updates.torch import Update, update, update_by_torch
+from horovod_topk.updates.tracker import TINY, Moments, Rule, Sample, Tracker
 
 SIZES = (5, 5000, 1, 2048, 70_001, 513)
 
@@ -67,10 +68,10 @@ def drawn(seed: int) -> list[Tensor]:
     return [each * (torch.rand(each.shape, generator=generator) < 0.5) for each in found]
 
 
-def shares(seed: int) -> list[Tensor]:
-    """Draw numbers from 0 to 1; both ends occur."""
+def codes(seed: int) -> list[Tensor]:
+    """Draw codes of how often elements arrive."""
     generator = torch.Generator().manual_seed(seed)
-    return [(torch.rand(n, generator=generator) * 1.2 - 0.1).clamp(0, 1) for n in SIZES]
+    return [torch.randint(256, (n,), generator=generator, dtype=torch.uint8) for n in SIZES]
 
 
 def on_device(tensors: list[Tensor]) -> list[Tensor]:
@@ -97,87 +98,72 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "for_lists", lambda kind: lists)
 
 
-@pytest.mark.parametrize("decay", [0.0, 1e-3])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("numbers", ["sgd", "nesterov", "adam", "coupled", "young", "first"])
 @pytest.mark.usefixtures("kernels_alone")
-def case_momentum_buffers(decay: float) -> None:
-    """Kernels prepare and restore all buffers but a transposed matrix, which torch does."""
-    numbers = torch_buffers.Numbers(0.9, decay)
-    given, losses = [drawn(0), drawn(1), drawn(2), shares(3)], [0.0, 0.5, 0.1, 0.5, 0.25, 0.3]
-    found = [on_device(tensors) for tensors in given]
-    for tensors in found[:3]:
-        tensors[1] = tensors[1].view(100, 50).t().contiguous().t()
-    buffers = [torch_buffers.Buffer(*row) for row in zip(*found, losses, strict=True)]
-    splits = lists_of_items.by_kernels(buffers, torch_buffers._tensors)
-    assert [(ours is not None, len(some)) for ours, some, _ in splits] == [(True, 5), (False, 1)]
-    torch_buffers.prepare(buffers, numbers)
-    for row in zip(*given, losses, strict=True):
-        torch_buffers._prepare_by_torch([torch_buffers.Buffer(*row)], numbers)
-    assert_near(given[0], found[0])
-    torch_buffers.restore([(each.buffer, each.arrivals) for each in buffers], 0.9)
-    for pair in zip(given[0], given[3], strict=True):
-        torch_buffers._restore_by_torch([pair], 0.9)
-    assert_near(given[0], found[0])
+def case_updates(numbers: str, maximize: bool) -> None:
+    """One launch updates tensors of several groups and layouts, with the bits of torch."""
+    each_step = [drawn(step) for step in range(2)]
+    each_step[0][3][7], each_step[0][3][8] = math.nan, -0.0
+    start = [drawn(2), drawn(3), [each * each for each in drawn(4)], drawn(5), codes(6)]
+    start[3] = [each.abs() for each in start[3]]
+    is_sgd, has_largest = numbers in ("sgd", "nesterov"), numbers == "coupled"
+    sides = list[list[Update]]()
+    for device in ("cpu", DEVICE):
+        own, side = [[each.clone() for each in some] for some in start], list[Update]()
+        for at, (weight, *moments, code) in enumerate(zip(*own, strict=True)):
+            factors = torch.tensor([1.0 - at / 10, 1.0 + at / 8]).to(device)
+            kept = moments[: 1 if is_sgd else 3 if has_largest else 2]
+            arrays = [each.to(device) for each in (weight, torch.zeros_like(weight), *kept)]
+            if at == 0:  # at an odd address
+                arrays = [torch.cat([each[:1], each])[1:] for each in arrays]
+            if at == 1:
+                arrays = [each.view(100, 50).t().contiguous().t() for each in arrays]
+            pair, of = None if is_sgd else factors, numbers_of(numbers, at)
+            both = arrays[0], arrays[1], maximize, code.to(device)
+            side.append(Update(*both, pair, of, arrays[2:]))
+        sides.append(side)
+    for gradients in each_step:
+        for side in sides:
+            for each, gradient in zip(side, gradients, strict=True):
+                each.gradient.copy_(gradient.view(each.gradient.shape))
+        update(sides[1])
+        for here, there in zip(*sides, strict=True):
+            here.rms = None if there.rms is None else there.rms.cpu()
+            update_by_torch(here)
+            pairs = zip(*((e.weight, e.codes, *e.moments) for e in (here, there)), strict=True)
+            for one, other in pairs:
+                assert_same(one, other.cpu())
 
 
-def assert_near(expected: list[Tensor], found: list[Tensor]) -> None:
-    """Compare results: all are near, and equal but for number 1, which torch computes."""
-    for position, (one, other) in enumerate(zip(expected, found, strict=True)):
-        flat = other.reshape(-1)
-        if position != 1:
-            assert_same(one, flat)
-        torch.testing.assert_close(flat.cpu(), one, rtol=1e-5, atol=1e-6)
+def numbers_of(name: str, at: int) -> Sgd | Adam:
+    """Numbers of an update: those of every second tensor differ, as in another group."""
+    rate, decay = (1e-2, 0.0) if at % 2 else (0.3, 1e-3)
+    if name in ("sgd", "nesterov"):
+        return Sgd(0.9, rate, decay, name == "nesterov", 0.5 if at < 4 else 0.0)
+    coupled, decoupled = (decay, 0.0) if name == "coupled" else (0.0, decay)
+    step = {"first": 1, "young": 50}.get(name, 2000) + at // 3
+    return adam_of((0.9, 0.999), step, rate, (coupled, decoupled), 1e-8)
 
 
-@pytest.mark.parametrize("most", [1.0, 1e3])
 @pytest.mark.usefixtures("kernels_alone")
-def case_first_moments(most: float) -> None:
-    """The kernel prepares moments with the bits of torch, where some are limited or none is."""
-    gradients = drawn(0)
-    factors = [torch.tensor([1.0 - at / 10, 1.0 + at / 8]) for at in range(len(SIZES))]
-    squares = [each * each for each in drawn(3)]
-    given = [
-        drawn(1), [each + 0.01 for each in gradients], gradients, shares(2), factors, squares,
-        [torch.tensor([most])[0] for _ in SIZES],
-    ]  # fmt: skip
-    found = [*map(on_device, given[:6]), [each.to(DEVICE) for each in given[6]]]
-    start = [each.clone() for each in given[0]]
-    numbers = torch_moments.Numbers(0.9, 0.19, 0.271, 0.1, 0.45, 0.999)
-    moments = [torch_moments.Moment(*row) for row in zip(*found, strict=True)]
-    splits = lists_of_items.by_kernels(moments, torch_moments._tensors)
-    assert [len(some) for ours, some, _ in splits if ours is not None] == [len(SIZES)]
-    torch_moments.prepare(moments, numbers)
-    for row in zip(*given, strict=True):
-        torch_moments._by_torch([torch_moments.Moment(*row)], numbers)
-    for one, other, before in zip(given[0], found[0], start, strict=True):
-        assert_same(one, other)
-        assert one.numel() == 1 or not torch.equal(one, before)
+def case_roots_of_weights() -> None:
+    from horovod_topk.kernels.triton import lists
+
+    weights, where = drawn(0), tuple((0, 0, n, *Sample(n).pick) for n in SIZES)
+    expected = TorchOps(kernels=False).energies_of(weights, None, where, "float32")
+    sizes = torch.tensor([Sample(n).size for n in SIZES])
+    found = lists.rms(on_device(weights), where).cpu()
+    torch.testing.assert_close(found, (expected / sizes).sqrt(), rtol=1e-6, atol=0.0)
 
 
 def case_what_kernels_refuse() -> None:
     from horovod_topk.kernels.triton import lists
 
     a, b = torch.zeros(4, 5, device=DEVICE), torch.zeros(3, device=DEVICE)
-    assert lists.suit([a], [b]) and lists.fit([a], [b])
-    assert lists.suit([a.t()]) and not lists.fit([a.t()])
-    assert not lists.suit([a], [b.half()]) and not lists.fit([b, b.double()])
-    assert not lists.fit([torch.view_as_complex(torch.zeros(3, 2)).conj().imag])
+    assert lists.suit([a], [b]) and lists.suit([a.t()])
+    assert not lists.suit([a], [b.half()]) and not lists.suit([b, b.double()])
     assert DEVICE == "cpu" or not lists.suit([b], [torch.zeros(3)])
-
-
-def case_arrivals_and_factors() -> None:
-    from horovod_topk.kernels.triton import lists
-
-    ops, gradients, mean = TorchOps(kernels=False), drawn(0), torch.cat(shares(1))
-    gradients[1][7], gradients[3][0] = math.nan, -0.0
-    expected, out = torch.empty_like(mean), torch.empty_like(mean, device=DEVICE)
-    ops.follow(mean, 0.1, gradients, expected)
-    lists.follow(mean.to(DEVICE), 0.1, on_device(gradients), out)
-    assert_same(expected, out)
-    factors, found = torch.tensor([0.5, 1.0, 2.0, 0.1, 0.9, TINY]), on_device(gradients)
-    lists.limit(found, factors.to(DEVICE))
-    ops.limit(gradients, factors)
-    for one, other in zip(gradients, found, strict=True):
-        assert_same(one, other)
 
 
 @pytest.mark.parametrize(("parts", "first"), [(1, 0), (3, 1)])
@@ -186,7 +172,7 @@ def case_energies(parts: int, first: int) -> None:
     from horovod_topk.kernels.triton import lists
 
     gradients, where = drawn(0), places(parts, first)
-    before, after, phi = (torch.cat(each) for each in (drawn(1), drawn(2), shares(3)))
+    before, after, phi = (torch.cat(each) for each in (drawn(1), drawn(2), codes(3)))
     states = [torch.rand(2 * len(SIZES)) for _ in range(4)]
     states[0] = states[0][: len(SIZES)].repeat(2)
     given = [each.to(DEVICE) for each in (before, after, phi, *states)]
@@ -197,43 +183,58 @@ def case_energies(parts: int, first: int) -> None:
 
 def case_factors_of_adam(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that lose energy and gain it, sums over ranks, zeros and NaN: as without a kernel."""
-    here, there = (energies(each) for each in sides("adam", monkeypatch))
-    gain = 2.0**70
+    here, there = (side.follower() for side in sides("adam", monkeypatch))
+    gain = 2.0**20
     for step, scale in enumerate((1.0, 1e-3, 0.0, 3.0, math.nan, 1.0)):
         gradients = [each * scale * gain for each in drawn(step)]
-        lost = torch.randn(2 * len(SIZES), generator=torch.Generator().manual_seed(step))
-        lost *= torch.tensor(SIZES).repeat_interleave(2)
-        phi = torch.cat(shares(step))
-        for side in (here, there):
-            side[1]._read_betas()
-            side[0][arrivals.ARRIVALS].residual.copy_(phi)
-            given = gradients if side is here else on_device(gradients)
+        for at in (0, 2):  # of which one class may have no element, and no NaN
+            gradients[at].nan_to_num_()
+        generator = torch.Generator().manual_seed(step)
+        told = torch.randn(3, 2 * len(SIZES) + 4, generator=generator)
+        told[:, 2:-2] *= torch.tensor(SIZES).repeat_interleave(2)
+        sent = told.view(torch.uint8)[:, 8:-8]
+        for states, follower in (here, there):
+            is_here = states is here[0]
+            phi = states[tracker.ARRIVALS].residual
+            phi.copy_(torch.cat(codes(step)))
+            given = gradients if is_here else on_device(gradients)
             given[3] = given[3].view(64, 32).t().contiguous().t()
-            side[1].finish(given, gain, 3, lost.to(side[0][arrivals.ENERGY].residual.device))
-        for name in (arrivals.ENERGY, arrivals.FACTORS):
+            follower.begin(given)
+            follower.finish(given, gain, 3, sent.to(phi.device))
+        for name in (tracker.ENERGY, tracker.FACTORS):
             one, other = here[0][name].candidate, there[0][name].candidate
             torch.testing.assert_close(other.cpu(), one, rtol=1e-5, atol=1e-6)
-        for side in (here, there):
-            side[1].swap()
+        for states, _ in (here, there):
+            states[tracker.ENERGY].swap()
     assert float(one.min()) < 0.5 < 1.5 < float(one.max())
 
 
-def case_spikes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Usual norms, a spike, zeros, overflow and NaN; with a gain; states as without a kernel."""
-    here, there = (norms(each) for each in sides("sgd", monkeypatch))
+@pytest.mark.parametrize("small", [1 << 22, 100])
+def case_spikes(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Usual norms, a spike, zeros, overflow and NaN; with a gain; states as without a kernel.
+
+    Gradients with more than `small` elements are limited by a launch of their own.
+    """
+    from horovod_topk.kernels.triton import lists, samples
+
+    monkeypatch.setattr(samples, "SMALL", type(samples.SMALL)(small))
+    monkeypatch.setattr(lists, "SMALL", small)
+    here, there = (side.follower() for side in sides("sgd", monkeypatch))
     factors = list[float]()
     for step, scale in enumerate((1.0, 1.1, 40.0, 0.0, 1e30, 1e19, math.nan, 1.0)):
         gradients = [each * scale for each in drawn(step)]
         moved = on_device(gradients)
-        for (_, each), exchanged in ((here, gradients), (there, moved)):
-            each.limit(exchanged, 0.25)
-            each.swap()
-        for name in (arrivals.NORMS, arrivals.FACTORS):
+        for (states, follower), exchanged in ((here, gradients), (there, moved)):
+            exchanged[3] = exchanged[3].view(64, 32).t().contiguous().t()
+            follower.finish(exchanged, 0.25, 2, None)
+            for name in (tracker.NORMS, tracker.FACTORS):
+                states[name].swap()
+        for name in (tracker.NORMS, tracker.FACTORS):
             one, other = here[0][name].residual, there[0][name].residual
             torch.testing.assert_close(other.cpu(), one, rtol=2e-6, atol=0.0)
         for left, right in zip(gradients, moved, strict=True):
             torch.testing.assert_close(right.cpu(), left, rtol=2e-6, atol=0.0, equal_nan=True)
-        factors.append(float(here[0][arrivals.FACTORS].residual[1]))
+        factors.append(float(here[0][tracker.FACTORS].residual[1]))
     assert 0.01 < factors[2] < 0.1 and factors[4] == TINY and factors.count(1.0) > 3
 
 
@@ -245,12 +246,22 @@ class Side:
     device: str
     bucket: BucketPlan
 
-    def states(self, names: Sequence[str]) -> dict[str, Arenas[Tensor]]:
-        plans = {name: state_plan(self.bucket, name) for name in names}
-        return {name: self.arenas(plan) for name, plan in plans.items()}
+    def follower(self) -> tuple[dict[str, Arenas[Tensor]], Any]:
+        """Make the follower of the bucket, and its states."""
+        rule = self.bucket.follows
+        assert isinstance(rule, Rule)
+        names = rule.states(self.bucket.gradients[0])
+        states = {
+            name: self.arenas(state_plan(self.bucket, name), s.dtype) for name, s in names.items()
+        }
+        memory = Memory([self.arenas(self.bucket)], (), 0, states)
+        known = dict.fromkeys("012345", Moments(0.99, None))
+        return states, Tracker(rule, self.ops, lambda: known).follow(self.bucket, memory)
 
-    def arenas(self, plan: BucketPlan) -> Arenas[Tensor]:
-        return Arenas(plan, *(torch.zeros(plan.numel, device=self.device) for _ in range(2)))
+    def arenas(self, plan: BucketPlan, dtype: str = "") -> Arenas[Tensor]:
+        kind = DTYPES[dtype or "float32"]
+        pair = (torch.zeros(plan.numel, dtype=kind, device=self.device) for _ in range(2))
+        return Arenas(plan, *pair)
 
 
 def sides(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
@@ -259,51 +270,49 @@ def sides(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
     monkeypatch.setattr(TorchOps, "_lists", lambda ops, device: lists if ops._use_kernels else None)
     for kernels, device in ((False, "cpu"), (True, DEVICE)):
         specs = [TensorSpec(str(i), (n,), "float32", device) for i, n in enumerate(SIZES)]
-        plan = make_plan(specs, TopK(ratio=0.1, values="float32", by_arrivals=optimizer), "sum")
+        config = TopK(ratio=0.1, values="float32")
+        plan = make_plan(specs, config, "sum", follows=Rule(optimizer))
         yield Side(TorchOps(kernels=kernels), device, plan.buckets[0])
 
 
-def norms(side: Side) -> tuple[dict[str, Arenas[Tensor]], Norms[Tensor]]:
-    states = side.states(arrivals.OF_SGD)
-    return states, Norms(side.bucket, states, side.ops)
-
-
-def energies(side: Side) -> tuple[dict[str, Arenas[Tensor]], Energies[Tensor]]:
-    states, own = side.states(arrivals.OF_ADAM), [side.arenas(side.bucket)]
-    momenta = Momenta(side.bucket.config, lambda: dict.fromkeys("012345", Momentum(0.99)))
-    momenta.turn()
-    return states, Energies(side.bucket, own, (), 0, states, side.ops, momenta)
-
-
-ADDRESSES = (
-    "table", "gradients", "arrays", "buffers", "added", "parameters", "losses", "moments",
-    "squares", "largest",
+ADDRESSES = "table", "gradients", "arrays", "rows", "sets"
+FLAT = (
+    "before", "after", "scales", "fading", "told", "gains", "residual", "candidate", "factors",
+    "out",
 )  # fmt: skip
-FLAT = "mean", "before", "after", "scales", "fading", "lost", "gains", "residual", "candidate"
 
 
-def types(**others: str) -> dict[str, str]:
+def types() -> dict[str, str]:
     """Types of a kernel's arguments; those without one are float32 numbers."""
     found = dict.fromkeys(ADDRESSES, "*i64") | dict.fromkeys(FLAT, "*fp32")
-    return {**found, "owners": "*i32", "arrivals": "*i64", "factors": "*i64", **others}
+    return {
+        **found, "owners": "*i32", "arrivals": "*u8", "later": "*u8", "width": "i32", "ranks": "i32"
+    }  # fmt: skip
 
 
-def compile_lists(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Denormals survive, and each operation is correctly rounded."""
+@pytest.mark.parametrize("generation", [80, 90])
+def compile_lists(generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Denormals survive, each operation is correctly rounded, and no register is spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from horovod_topk.kernels.triton import elements, samples
 
-    flat = {"arrivals": "*fp32", "factors": "*fp32", "out": "*fp32"}
-    ptx = [
-        compiled(elements.follow, 4, types(**flat)),
-        compiled(elements.limit, 4, types(**flat)),
-        compiled(elements.prepare_buffer, 4, types(), DECAYS=True),
-        compiled(elements.restore_buffer, 4, types()),
-        compiled(elements.prepare_moment, 4, types()),
-        compiled(samples.spikes, 8, types(**flat)),
-        compiled(samples.lost, 8, types(**flat)),
-        compiled(samples.energies, 8, types(**flat)),
-    ]
-    for each in ptx:
-        assert ".ftz" not in each and "fma." not in each
-        assert not any(rough in each for rough in ("div.full", "div.approx", "sqrt.approx"))
+    kernels = dict.fromkeys((elements.limit, elements.sgd, elements.adam), 8)
+    kernels |= dict.fromkeys((samples.rms, samples.spikes, samples.lost, samples.energies), 16)
+    for kernel, warps in kernels.items():
+        found = compiled(kernel, warps, types(), generation)
+        ptx = found["ptx"]
+        assert ".ftz" not in ptx and "fma." not in ptx
+        assert not any(rough in ptx for rough in ("div.full", "div.approx", "sqrt.approx"))
+        (tmp_path / "kernel.cubin").write_bytes(found["cubin"])
+        registers, stack = resources(tmp_path / "kernel.cubin")
+        assert registers * 32 * warps <= 65_536 and not stack
+
+
+def resources(cubin: Path) -> tuple[int, int]:
+    """Registers of a thread, and the bytes that it has on its stack."""
+    from triton import knobs
+
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", found)[-1]
+    return int(registers), int(stack)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.residual import ResidualRegistry
+from horovod_topk.updates.tracker import Moments, Tracker
 from oracle import wire
 from oracle.backends import Backend
 from oracle.loopback import Loopback
@@ -39,6 +41,7 @@ class World:
     """`size` compressors over one loopback network.
 
     nodes: two ranks on each, if not given, and one on the last where they do not divide.
+    moments: what is known of Adam's second moments, by tensor name.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class World:
         backend: Backend,
         name: str = "job.0",
         nodes: Nodes | None = None,
+        moments: Mapping[str, Moments] = MappingProxyType({}),
     ) -> None:
+        self.moments = moments
         self.plan, self.size, self.backend = plan, size, backend
         self.nodes = nodes or nodes_of_sizes([2] * (size // 2) + [1] * (size % 2))
         self.network: Loopback[Any] = Loopback(size, backend.ops)
@@ -142,7 +147,9 @@ class World:
         exchange = make_exchange(
             kind, collective, self.nodes, because, in_rounds=self.plan.config.in_rounds
         )
-        return Compressor(self.plan, ops, PayloadCodec(ops), exchange, name)
+        rule: Any = self.plan.follows
+        follow = None if rule is None else Tracker(rule, ops, lambda: self.moments).follow
+        return Compressor(self.plan, ops, PayloadCodec(ops), exchange, name, follow=follow)
 
     def _to_arrays(self, gradients: Gradients) -> dict[str, Any]:
         array = self.backend.array

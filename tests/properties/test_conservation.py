@@ -24,6 +24,7 @@ from horovod_topk.methods.randomk import RandomK
 from horovod_topk.methods.signsgd import SignSGD
 from horovod_topk.methods.threshold import Threshold
 from horovod_topk.methods.topk import VALUES, TopK
+from horovod_topk.updates.tracker import SGD, Rule
 
 ALONE, GATHERED = st.just(1), ["allgather"]
 
@@ -143,7 +144,6 @@ HALVES = [TensorSpec("w", (40, 30), "float16"), TensorSpec("f", (50,), "float32"
 WAIT = [
     *(TopK(0.1, min_numel=0, values=values) for values in VALUES),
     *(TopK(0.1, min_numel=0, exchange=each) for each in ("sharded", "hierarchical")),
-    TopK(0.1, min_numel=0, by_arrivals="sgd"),
     TopK(1.0),
     QSGD(min_numel=0),
     QSGD(min_numel=0, norm="l2", bits=8, block=64),
@@ -157,7 +157,7 @@ WAIT = [
 
 
 def shown(method: Any) -> str:
-    own = ("values", "exchange", "by_arrivals", "ratio")
+    own = ("values", "exchange", "ratio")
     return "-".join([type(method).__name__, *(str(getattr(method, each, "")) for each in own)])
 
 
@@ -174,10 +174,17 @@ def test_what_float16_cannot_hold_waits_in_tensorflow(exchange: str) -> None:
     assert_finite_and_conserved(TENSORFLOW, "sum", TopK(0.1, min_numel=0, exchange=exchange))
 
 
-def assert_finite_and_conserved(backend: Backend, reduction: str, method: Any) -> None:
+@each_backend
+def test_what_float16_cannot_hold_waits_where_sgd_is_followed(backend: Backend) -> None:
+    assert_finite_and_conserved(backend, "sum", TopK(0.1, min_numel=0), SGD)
+
+
+def assert_finite_and_conserved(
+    backend: Backend, reduction: str, method: Any, follows: Rule | None = None
+) -> None:
     """Train four steps on residuals of up to 300,000, with gradients of 2,000."""
     size, random = 3, np.random.default_rng(0)
-    world = World(make_plan(HALVES, method, reduction), size, backend)
+    world = World(make_plan(HALVES, method, reduction, follows=follows), size, backend)
     for rank in world.ranks:
         state = rank.state_dict()
         waited = (random.choice([-1, 1], 1200) * random.uniform(0, 3e5, 1200)).astype("f4")

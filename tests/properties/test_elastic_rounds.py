@@ -31,6 +31,7 @@ from horovod_topk.elastic import Manager
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.protocol import Method
 from horovod_topk.methods.topk import TopK
+from horovod_topk.updates.tracker import ADAM, SGD, Energies, Rule, Tracker
 
 SPECS = [TensorSpec("w", (40, 24), "float32"), TensorSpec("v", (30,), "float32")]
 PATIENCE = 60.0  # seconds
@@ -39,8 +40,8 @@ ROWS: list[Method] = [
     for name, settings in (("PowerSGD", {"rank": 2}), ("RandomK", {"ratio": 0.1}))
     for exchange in ("reduce", "allgather", "allreduce")
 ]
-FOLLOWS = TopK(0.1, min_numel=64, by_arrivals="adam", beta2=0.999)
-OF_SGD = TopK(0.1, min_numel=64, by_arrivals="sgd", follow_lr=True)
+FOLLOWS = TopK(0.1, min_numel=64)
+OF_SGD = TopK(0.1, min_numel=64, follow_lr=True)
 each_method = pytest.mark.parametrize(
     "method", ROWS, ids=lambda method: f"{type(method).__name__}-{method.exchange}"
 )
@@ -82,8 +83,11 @@ class Rank(Attached[Compressor[Any]]):
 
     rate = 0.1  # learning rate
 
-    def __init__(self, method: Method, backend: Backend, commit_dir: Path | None) -> None:
+    def __init__(
+        self, method: Method, backend: Backend, commit_dir: Path | None, rule: Rule | None
+    ) -> None:
         self._stand_for_nothing("rank", "")
+        self.rule = rule
         self.active, self.framework = True, backend.name
         self.backend, self.place_of = backend, Place()
         self.method = method
@@ -91,9 +95,11 @@ class Rank(Attached[Compressor[Any]]):
 
     def begin(self) -> None:
         """As an optimizer that is constructed, which no other rank waits for."""
-        plan, place, ops = make_plan(SPECS, self.method), self.place_of, self.backend.ops
+        place, ops = self.place_of, self.backend.ops
+        plan = make_plan(SPECS, self.method, follows=self.rule)
+        follow = None if self.rule is None else Tracker(self.rule, ops).follow
         exchange = make_exchange(self.method.exchange, place, in_rounds=self.method.in_rounds)
-        self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, "job")
+        self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, "job", follow=follow)
         if self.method.follow_lr:
             self._state.rates = Rates(lambda: {spec.name: self.rate for spec in SPECS})
         assert self.manager is not None
@@ -142,9 +148,14 @@ class Job:
     """Ranks in threads, in the order in which Horovod's driver lists them: who stayed first."""
 
     def __init__(
-        self, method: Method, size: int, backend: Backend = TORCH, commit_dir: Path | None = None
+        self,
+        method: Method,
+        size: int,
+        backend: Backend = TORCH,
+        commit_dir: Path | None = None,
+        rule: Rule | None = None,
     ) -> None:
-        self.method, self.backend, self.commit_dir = method, backend, commit_dir
+        self.method, self.backend, self.commit_dir, self.rule = method, backend, commit_dir, rule
         self.ranks: list[Rank] = []
         self.random = np.random.default_rng(0)
         self.meet(joining=size)
@@ -155,7 +166,8 @@ class Job:
 
     def meet(self, gone: Sequence[int] = (), joining: int = 0) -> None:
         self.ranks = [rank for place, rank in enumerate(self.ranks) if place not in gone]
-        new = [Rank(self.method, self.backend, self.commit_dir) for _ in range(joining)]
+        own = self.method, self.backend, self.commit_dir, self.rule
+        new = [Rank(*own) for _ in range(joining)]
         self.ranks += new
         network: Loopback[Any] = Loopback(len(self.ranks), self.backend.ops, PATIENCE)
         said, barrier = [None] * len(self.ranks), Barrier(len(self.ranks), timeout=PATIENCE)
@@ -318,13 +330,16 @@ def test_a_ranks_own_state_is_not_shared() -> None:
 
 
 def test_steps_of_ranks_that_join_are_those_of_the_others() -> None:
-    job, sign = Job(FOLLOWS, 2), itertools.cycle([-1.0, 1.0])
+    job, sign = Job(FOLLOWS, 2, rule=ADAM), itertools.cycle([-1.0, 1.0])
     drawn = {s.name: job.random.standard_normal(s.shape, "f4") for s in SPECS}
 
     def step(rank: Rank) -> list[bytes]:
         rank.step({name: swing * each for name, each in drawn.items()})
-        pairs = rank._state.step.arrivals().values()
-        return [x.numpy().tobytes() for each in pairs for x in (each.arrivals, each.factors)]
+        for follower, committed in rank._state.step.followers():
+            assert isinstance(follower, Energies)
+            found = [follower.factors(committed=committed), *follower.codes]
+            return [rank.backend.numpy(x).tobytes() for x in found]
+        raise AssertionError
 
     for count in range(12):
         if count == 6:
@@ -340,14 +355,13 @@ def test_ranks_that_join_have_the_learning_rates_of_the_others(
     rates: tuple[float, float, float],
 ) -> None:
     """The learning rate may change before the job grows, and in the step in which it grows."""
-    job = Job(OF_SGD, 2)
+    job = Job(OF_SGD, 2, rule=SGD)
 
     def step(rank: Rank) -> list[object]:
         rank.rate = rates[(count > 3) + (count > 5)]
         rank.step(drawn)
-        pairs = rank._state.step.arrivals_to_sgd().values()
-        known = [(x.arrivals.tolist(), float(x.loss)) for x in pairs]
-        return [known, *(rank.array(f"state.{name}").tolist() for name in ("norms", "factors"))]
+        decays = [rank._state.decay(spec.name) for spec in SPECS]
+        return [decays, *(rank.array(f"state.{name}").tolist() for name in ("norms", "factors"))]
 
     for count in range(12):
         if count == 6:

@@ -59,7 +59,7 @@ def test_compression() -> None:
     assert "| TopKEF, AdamW | " in page
     assert "| dense, AdamW |  |  |  | " in page
     times = [ms for turns in taken.values() for each in turns for ms in each.values()]
-    assert len(times) == 2 * (1 + 3 + 1 + 3 + 1 + 2 + 1)
+    assert len(times) == 2 * (1 + 3 + 1 + 1 + 3 + 1 + 2 + 1)
     assert all(ms > 0 for ms in times)
 
 

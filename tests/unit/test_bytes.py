@@ -44,16 +44,16 @@ def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[s
 
 
 def test_memory_of_each_format_of_residuals(capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside 8 bytes of residuals, SGD's arrivals take 8 a parameter."""
+    """Beside 8 bytes of residuals, SGD's arrivals take 1 a parameter."""
     assert cli.main(["bytes", "--ranks", "8", "--local-size", "4"]) == 0
     _, head, *lines = capsys.readouterr().out.partition("\n\n")[2].splitlines()
     assert head.split() == ["residuals", "allgather", "sharded", "hierarchical"]
     found = {kind: [float(each) for each in rest] for kind, *rest in map(str.split, lines)}
     assert found == {
-        "float32": [16.0, 17.0, 10.0],
-        "bfloat16": [12.0, 12.5, 9.0],
-        "int8": [10.03, 10.29, 8.51],
-        "int4": [9.03, 9.16, 8.26],
+        "float32": [9.0, 10.0, 3.0],
+        "bfloat16": [5.0, 5.5, 2.0],
+        "int8": [3.03, 3.29, 1.51],
+        "int4": [2.03, 2.16, 1.26],
     }
     assert cli.main(["bytes", "--optimizer", "none"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split() == ["int4", "1.03", "1.16"]

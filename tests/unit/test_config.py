@@ -40,8 +40,6 @@ def test_the_defaults() -> None:
         "momentum": 0.0,
         "nesterov": False,
         "follow_lr": False,
-        "by_arrivals": None,
-        "beta2": None,
         "ratios": None,
         "residuals": "float32",
         "name": None,
@@ -78,12 +76,9 @@ def test_all_settings_are_agreed_between_ranks() -> None:
         "guard": Guard(),
         "schedule": ByGradient(),
         "probe_every": 9,
-        "by_arrivals": "adam",
-        "beta2": 0.999,
     }
     everything = TopK(clip_norm=1.0, warmup=100, **optional)
-    # Beta 2 is the optimizer's: a broadcast makes it equal.
-    assert list(everything.agreed()) == [name for name in names if name != "beta2"]
+    assert list(everything.agreed()) == names
 
 
 def test_what_is_off_is_no_part_of_the_agreement() -> None:

@@ -23,6 +23,7 @@ from horovod_topk.errors import (
 )
 from horovod_topk.methods.powersgd import PowerSGD
 from horovod_topk.methods.topk import TopK
+from horovod_topk.updates.tracker import SGD
 
 SPECS = [TensorSpec("a", (60, 40), "float32"), TensorSpec("b", (2000,), "float32")]
 RANKS = 3
@@ -90,9 +91,9 @@ ACTS: dict[str, tuple[Callable[[Compressor[Any], dict[str, Any]], None], str]] =
 
 
 def world_of(exchange: str) -> World:
-    adapts = {} if exchange == "hierarchical" else {"by_arrivals": "sgd"}
-    config = TopK(ratio=0.05, values="int8", min_numel=0, exchange=exchange, **adapts)
-    return World(make_plan(SPECS, config), RANKS, NUMPY)
+    config = TopK(ratio=0.05, values="int8", min_numel=0, exchange=exchange)
+    follows = None if exchange == "hierarchical" else SGD
+    return World(make_plan(SPECS, config, follows=follows), RANKS, NUMPY)
 
 
 def residuals(world: World) -> list[bytes]:
@@ -134,7 +135,7 @@ def test_methods_of_rounds_compare_facts_too() -> None:
 
 
 def test_all_ranks_that_do_the_same_go_on() -> None:
-    world = World(make_plan(SPECS, TopK(ratio=0.05, by_arrivals="sgd")), RANKS, NUMPY)
+    world = World(make_plan(SPECS, TopK(ratio=0.05), follows=SGD), RANKS, NUMPY)
     world.step(gradients(0))
     saved = [rank.state_dict() for rank in world.ranks]
     world.step(gradients(1))

@@ -15,8 +15,7 @@ from horovod_topk.core.optimizers import kind_of
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.randomk import RandomK
 from horovod_topk.methods.topk import TopK
-from horovod_topk.torch_training import momentum, rates
-from horovod_topk.torch_training.adam import AdamSteps
+from horovod_topk.torch_training import momentum, rates, updates
 from horovod_topk.torch_training.group_settings import betas_of, momentum_of, number_of
 from horovod_topk.torch_training.wrappers import check_has_hooks
 
@@ -69,8 +68,8 @@ def test_an_unknown_optimizer_may_have_any_settings(setting: str, value: Any) ->
     """They are fitted, read in each step, and read where nothing is exchanged."""
     optimizer = Own(**{setting: value})
     deferred = {"momentum": AUTO, "follow_lr": AUTO}
-    config = momentum.fit_momentum(optimizer, TopK(), deferred)
-    assert (config.momentum, config.by_arrivals) == (0.0, None)
+    config, rule = momentum.fit_momentum(optimizer, TopK(), deferred)
+    assert (config.momentum, rule) == (0.0, None)
     momentum.advise(optimizer, config, is_auto=True)
     momentum.give_back(optimizer)
     momentum.hand_over(optimizer, 0.0, nesterov=False)
@@ -89,8 +88,8 @@ def test_a_subclass_may_have_any_betas(betas: Any) -> None:
 
     optimizer = Adan([nn.Parameter(torch.zeros(2))])
     optimizer.param_groups[0]["betas"] = betas
-    config = momentum.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
-    assert config.by_arrivals is None
+    config, rule = momentum.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
+    assert rule is None
     (warning,) = momentum.advise(optimizer, config, is_auto=True)
     assert f"does not adapt the steps of {__name__}.Adan" in warning
 
@@ -126,8 +125,9 @@ def test_a_setting_of_adam_that_becomes_no_number(setting: str, value: Any) -> N
     p = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.AdamW([p])
     optimizer.param_groups[0][setting] = value
+    arrived = torch.zeros(2, dtype=torch.uint8), torch.ones(2), 0.0
     with pytest.raises(ConfigError, match=rf"AdamW has {setting}=.*Set {setting} to a number"):
-        AdamSteps({p: "p"}, lambda: {"p": None}).prepare(optimizer)  # type: ignore[dict-item]
+        updates._adam_of(optimizer, optimizer.param_groups[0], [p], [arrived])
 
 
 # Wrappers.
@@ -243,14 +243,14 @@ def test_a_momentum_that_an_older_version_has_set_to_zero_comes_back(
     (setting,) = own
     (group,) = optimizer.param_groups
     group.update({setting: zero, momentum.TAKEN: (0.9, 0.0)})
-    config = momentum.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
+    _, rule = momentum.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
     assert group[setting] == own[setting] and momentum.TAKEN not in group
-    assert config.follows_arrivals
+    assert rule is not None
 
 
 def test_sums_of_all_ranks_leave_the_steps_of_sgd_alone() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
-    config = momentum.fit_momentum(optimizer, RandomK(), {"momentum": AUTO})
-    assert (config.momentum, config.by_arrivals) == (0.0, None)
+    config, rule = momentum.fit_momentum(optimizer, RandomK(), {"momentum": AUTO})
+    assert (config.momentum, rule) == (0.0, None)
     (warning,) = momentum.advise(optimizer, config, is_auto=True)
     assert "sums of all ranks have no elements that arrive rarely" in warning

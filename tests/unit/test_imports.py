@@ -52,7 +52,7 @@ ROOMS = {
         "horovod_topk.errors",
     },
     "ops/__init__.py": {"horovod_topk.ops.protocol"},
-    "ops/protocol.py": {"horovod_topk.ops.philox"},
+    "ops/protocol.py": {"horovod_topk.ops.coding", "horovod_topk.ops.philox"},
     "ops/orthonormal.py": {"horovod_topk.ops.protocol"},
     "ops/philox.py": set[str](),
     "ops/coding.py": set[str](),
@@ -80,8 +80,6 @@ ROOMS = {
         "horovod_topk.ops.protocol",
         "horovod_topk.kernels",
     },
-    "ops/torch_buffers.py": {"torch", "horovod_topk.kernels", "horovod_topk.ops.torch_lists"},
-    "ops/torch_moments.py": {"torch", "horovod_topk.kernels", "horovod_topk.ops.torch_lists"},
     "ops/tensorflow.py": {
         "horovod_topk.ops.orthonormal",
         "tensorflow",
@@ -126,6 +124,7 @@ ROOMS = {
     "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},
     "cost": {
         "horovod_topk.methods",
+        "horovod_topk.ops.coding",
         "horovod_topk.core",
         "horovod_topk.config",
         "horovod_topk.errors",
@@ -138,6 +137,7 @@ ROOMS = {
         "horovod_topk.ops.protocol",
         "horovod_topk.kernels",
         "horovod_topk.core",
+        "horovod_topk.updates.tracker",
         "horovod_topk.config",
         "horovod_topk.ratios",
         "horovod_topk.schedules",
@@ -177,6 +177,7 @@ ROOMS = {
         "horovod_topk.methods",
         "horovod_topk.ops.torch",
         "horovod_topk.torch_training",
+        "horovod_topk.updates.tracker",
         "torch",
     },
     "cli/plan": {
@@ -185,10 +186,24 @@ ROOMS = {
         "matplotlib.axes",
         "horovod_topk.cli",
         "horovod_topk.cost",
+        "horovod_topk.updates.tracker",
         "horovod_topk.process_sets",
         "horovod_topk.core",
         "horovod_topk.config",
         "horovod_topk.errors",
+    },
+    "updates": {
+        "horovod_topk.core",
+        "horovod_topk.methods",
+        "horovod_topk.ops",
+    },
+    "updates/formulas.py": {"horovod_topk.ops.coding"},
+    "updates/tensorflow.py": {"tensorflow", "horovod_topk.ops", "horovod_topk.updates"},
+    "updates/torch.py": {
+        "torch",
+        "horovod_topk.kernels",
+        "horovod_topk.ops",
+        "horovod_topk.updates",
     },
     # what PyTorch's adapters have in common
     "torch_training": {
@@ -196,9 +211,9 @@ ROOMS = {
         "horovod_topk.methods",
         "torch",
         "horovod_topk.core",
+        "horovod_topk.ops.coding",
         "horovod_topk.ops.torch",
-        "horovod_topk.ops.torch_buffers",
-        "horovod_topk.ops.torch_moments",
+        "horovod_topk.updates",
         "horovod_topk.config",
         "horovod_topk.errors",
     },
@@ -245,6 +260,7 @@ ROOMS = {
         "horovod_topk.config",
         "horovod_topk.guard",
         "horovod_topk.errors",
+        "horovod_topk.updates",
     },
 }
 

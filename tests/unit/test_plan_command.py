@@ -56,7 +56,8 @@ def test_any_method_has_a_row(
     options = ["--model", str(path), "--local-size", "2"]
     options += [part for call in calls for part in ("--compressor", call)]
     assert cli.main(["bytes", *options]) == 0
-    lines = capsys.readouterr().out.splitlines()[-len(calls) :]
+    sent, _, _ = capsys.readouterr().out.partition("\n\n")
+    lines = sent.splitlines()[-len(calls) :]
     listed = [tuple(each.replace(",", "") for each in line.split()[:4]) for line in lines]
     answer = found(capsys, *options, "--values", "int4")
     planned = [
@@ -94,7 +95,8 @@ def test_bytes_are_those_of_the_command_bytes(
 ) -> None:
     size = ["--local-size", str(local_size)]
     assert cli.main(["bytes", "--model", "resnet18", *size]) == 0
-    table = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    sent, _, _ = capsys.readouterr().out.partition("\n\n")
+    table = [line.split() for line in sent.splitlines()[2:]]
     listed = {
         (e, v): (int(sent.replace(",", "")), int(left.replace(",", "")))
         for e, v, sent, left, *_ in table

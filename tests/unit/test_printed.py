@@ -33,6 +33,16 @@ def test_another_output_would_be_noticed() -> None:
     assert printed.rewritten(changed) == page
 
 
+def test_another_formula_would_be_noticed() -> None:
+    page = (printed.ROOT / "docs/settings.md").read_text(encoding="utf-8")
+    assert printed.FORMULAS.findall(page) == [
+        (part, printed.mathematics(part)) for part in ("Arrivals", "SGD", "Adam")
+    ]
+    changed = page.replace("S = mu B + c g", "S = mu B + g")
+    assert changed != page
+    assert printed.rewritten(changed) == page
+
+
 COMMAND = re.compile(r"^\$ (?:[^\n]* )?horovod-topk ((?:[^\n]*\\\n)*[^\n]*)$", re.M)
 
 

@@ -76,8 +76,8 @@ def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: fl
     from horovod_topk.tensorflow.learning_rates import VariableRates
     from horovod_topk.tensorflow.state_variables import VariableArenas
 
-    rates, kept = VariableRates(lambda _: 0.95), tf.Variable([3.0, -3.0])
-    rates.variables["w"] = tf.Variable([unit, 2 * unit], dtype=tf.float64)
+    rates, kept = VariableRates(lambda _: 0.95, ["other", "w"]), tf.Variable([3.0, -3.0])
+    rates.load({"rates": {"w": unit}, "largest_rates": {"w": 2 * unit}})
     (bucket,) = make_plan([TensorSpec("w", (2,), "float32")], TopK()).buckets
     now = rates.at(["w"], tf.constant(rate, tf.float64))
     arenas = VariableArenas(bucket, [kept], now.factors(["w"], "float32"))

@@ -18,6 +18,8 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.tensorflow import PowerSGD, TopKEF, momentum
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.momentum import Fitted, fitted_to
+from horovod_topk.tensorflow.updates import Updates
+from horovod_topk.updates import tracker
 
 Make = Callable[[], Any]
 SGD, ADAMW = keras.optimizers.SGD, keras.optimizers.AdamW
@@ -142,7 +144,7 @@ def test_auto_leaves_a_momentum_that_cannot_depend_on_arrivals(
     make, method, why = LEFT[kind]
     with caplog.at_level(logging.INFO, "horovod_topk"):
         found = fitted(make(), method(momentum="auto", follow_lr="auto"))
-    assert (found.config.momentum, found.arrivals, found.config.follow_lr) == (0.0, None, True)
+    assert (found.config.momentum, found.updates, found.config.follow_lr) == (0.0, None, True)
     assert f": {why}" in caplog.text
     assert [why in each for each in found.warnings] == [True] * (kind != "none")
 
@@ -150,7 +152,10 @@ def test_auto_leaves_a_momentum_that_cannot_depend_on_arrivals(
 @pytest.mark.usefixtures("among_others")
 def test_auto_has_sgd_step_by_arrivals_and_a_tape_has_none() -> None:
     compressor = TopKEF(momentum="auto", follow_lr="auto")
-    config = wrapped(SGD(momentum=0.9), compressor)._allreduce_grads.config
-    assert (config.by_arrivals, config.momentum, config.follow_lr) == ("sgd", 0.0, True)
+    for make, rule in ((SGD, tracker.SGD), (ADAMW, tracker.ADAM)):
+        optimizer = make(momentum=0.9) if make is SGD else make()
+        assert fitted(optimizer, compressor).updates == Updates(rule, 0.0 if make is SGD else 0.999)
+        config = wrapped(optimizer, compressor)._allreduce_grads.config
+        assert (config.momentum, config.follow_lr) == (0.0, True)
     hvd.DistributedGradientTape(tf.GradientTape(), compression=compressor)
     assert (compressor.config.momentum, compressor.config.follow_lr) == (0.0, False)

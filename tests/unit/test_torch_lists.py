@@ -40,26 +40,7 @@ def test_numbers_are_spread_over_their_tensors() -> None:
     assert torch.equal(lists.positions(tensors), expected)
 
 
-def test_chunks_are_of_one_kind_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lists, "CACHED", 10)
-    sizes = [4, 5, 0, 3, 30, 1, 2]
-    tensors = [torch.zeros(n, dtype=torch.float64 if n == 5 else torch.float32) for n in sizes]
-    found = lists.chunks(tensors, lambda each: each, lambda each: None)
-    assert sorted([each.numel() for each in chunk] for chunk in found) == [
-        [1, 2],
-        [4, 3],
-        [5],
-        [30],
-    ]
-
-
-@pytest.mark.parametrize("has_copy", [True, False])
-def test_what_is_written_has_any_strides(has_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_copy:
-        monkeypatch.delattr(torch, "_foreach_copy_")
-    tensors = [torch.zeros(4, 3).t(), torch.zeros(2, 1, 1).half(), torch.zeros(())]
-    lists.write(torch.arange(15.0), tensors)
-    assert torch.equal(lists.flat([each.float() for each in tensors]), torch.arange(15.0))
+def test_views_have_the_strides_of_others() -> None:
     alike = torch.zeros(6, 4, 1, 1).to(memory_format=torch.channels_last)
     (view,) = lists.shaped(torch.arange(24.0), [alike])
     assert view.stride() == alike.stride()

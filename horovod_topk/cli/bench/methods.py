@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.config import BY_ADAPTERS, DEFERRED, EXCHANGES, check_settings, reject_unknown
+from horovod_topk.config import DEFERRED, EXCHANGES, check_settings, reject_unknown
 from horovod_topk.core.substitute import parse
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import INDICES, SELECTIONS, VALUES, TopK
@@ -42,7 +42,6 @@ UNFIT = (
     "guard",
     "probe_every",
     "follow_lr",
-    *BY_ADAPTERS,
 )
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -15,6 +16,7 @@ from torch import distributed as dist
 
 from horovod_topk.cli.bench.nic import address
 
+SETTLE = 0.2  # seconds for threads of Gloo to end
 TCPStore = dist.TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
 
@@ -84,6 +86,7 @@ class HorovodRanks:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
         yield
         barrier(self)  # a rank that ends earlier would break connections, and rank 0 the store
+        time.sleep(SETTLE)
         dist.destroy_process_group()
         barrier(self)
 
@@ -107,9 +110,14 @@ class TorchRanks:
 
     @contextlib.contextmanager
     def process_group(self, interface: str | None) -> Iterator[None]:
-        """`Ranks.process_group`: it exists, and is left at the end."""
+        """`Ranks.process_group`: it exists, and is left at the end.
+
+        Threads of PyTorch 2.13's Gloo drop the tensors of the last collective after it has ended. A
+        process that ends meanwhile aborts.
+        """
         yield
         barrier(self)
+        time.sleep(SETTLE)
         dist.destroy_process_group()
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk.cli.bench.gradients import GivenGradients
 from horovod_topk.cli.bench.methods import OTHER, STEADY, TOPK, Method
-from horovod_topk.config import ADAM, SGD
+from horovod_topk.cli.options import ADAM, SGD
 
 LEARNING_RATE = 1e-9  # weights nearly stay the same with any gradients
 POWERSGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"

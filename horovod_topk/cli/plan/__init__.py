@@ -105,7 +105,12 @@ def _others(asked: arguments.Asked) -> list[Strategy]:
 
 def _print(args: argparse.Namespace, asked: arguments.Asked, machine: Machine) -> None:
     strategies = all_strategies(
-        asked.specs, asked.nodes, asked.config, rank=asked.rank, values=asked.values
+        asked.specs,
+        asked.nodes,
+        asked.config,
+        rank=asked.rank,
+        values=asked.values,
+        follows=asked.follows,
     )
     strategies += _others(asked)
     found = rows(strategies, machine, asked.training, overlap=asked.overlap)

@@ -18,6 +18,7 @@ from horovod_topk.cli.options import (
     check_positive,
     check_ranks,
     check_whole,
+    follows_of,
     given,
     method_of,
     number,
@@ -27,7 +28,7 @@ from horovod_topk.cli.options import (
 )
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.substitute import parse
 from horovod_topk.cost.machine import Machine, Network
 from horovod_topk.cost.quantities import bits_per_second, seconds
@@ -36,6 +37,7 @@ from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.verdict import TOO_COARSE
 from horovod_topk.methods import Method
 from horovod_topk.methods.topk import SELECTIONS, VALUES, TopK
+from horovod_topk.updates.tracker import Rule
 
 MOMENTUM = 0.9  # the time does not depend on its value
 MOST_POWERSGD = 65_536  # rank of PowerSGD's matrices
@@ -59,6 +61,7 @@ class Asked:
     specs: tuple[TensorSpec, ...]
     nodes: Nodes
     config: TopK
+    follows: Rule | None  # what is kept and sent for the optimizer's steps
     training: Training
     rank: int  # PowerSGD's rank
     values: tuple[str, ...]
@@ -76,7 +79,12 @@ class Asked:
         """The optimizer or the momentum that is planned for, as a part of a sentence."""
         if self.config.momentum:
             return f"with momentum={self.config.momentum:g}"
-        return with_optimizer(self.config.by_arrivals)
+        return with_optimizer(None if self.follows is None else self.follows.name)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the gradients with these settings."""
+        return make_plan(self.specs, self.config, follows=self.follows)
 
     @property
     def default(self) -> str | None:
@@ -286,9 +294,9 @@ def check(args: argparse.Namespace) -> Asked:
             selection=args.selection,
             min_numel=args.min_numel,
             momentum=MOMENTUM if args.momentum else TopK.momentum,
-            by_arrivals=None if args.momentum else optimizer_of(args.optimizer),
             ratios=parse_ratios(args.ratios),
         ),
+        follows=None if args.momentum else follows_of(optimizer_of(args.optimizer)),
         training=Training(compute, args.forward, args.local_size),
         rank=args.powersgd,
         values=tuple(args.values),

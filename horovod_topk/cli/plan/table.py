@@ -9,7 +9,6 @@ from typing import Any
 
 from horovod_topk.cli.bytes import gradients_on
 from horovod_topk.cli.plan.arguments import Asked
-from horovod_topk.core.plan import make_plan
 from horovod_topk.cost.crossover import Span, written
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.quantities import count, milliseconds, rate
@@ -31,7 +30,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
         f"{ranks} on {nodes}, ratio {asked.config.ratio:g}"
         + "".join(f", {pattern}={ratio:g}" for pattern, ratio in asked.config.ratios or ())
         + f", {asked.setting}"
-        + f", {gradients_on(make_plan(asked.specs, asked.config), asked.device)}"
+        + f", {gradients_on(asked.plan, asked.device)}"
     )
     yield (
         f"{milliseconds(asked.training.compute)} ms of compute a step; network "
@@ -71,7 +70,7 @@ def assumptions(asked: Asked, machine: Machine) -> dict[str, str]:
     found = {}
     if text := caveat(asked, machine):
         found["device"] = text
-    if asked.config.by_arrivals and max(asked.nodes.sizes) > 1:
+    if asked.follows is not None and max(asked.nodes.sizes) > 1:
         found["hierarchical"] = (
             "it does not adapt an optimizer's steps, and is left out; --optimizer none lists it"
         )
@@ -132,7 +131,7 @@ def as_json(
         "ratio": asked.config.ratio,
         "ratios": {str(pattern): ratio for pattern, ratio in asked.config.ratios or ()},
         "momentum corrected": asked.config.momentum > 0,
-        "adapted": asked.config.by_arrivals,
+        "adapted": None if asked.follows is None else asked.follows.name,
         "setting": asked.setting,
         "default": asked.default,
         "machine": asdict(machine),

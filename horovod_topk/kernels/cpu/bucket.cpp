@@ -675,72 +675,73 @@ void topkef_update_velocity(const void *velocity, double factor, const void *gra
   });
 }
 
-void topkef_follow(const void *mean, double rate, const void *gradient, void *out, int64_t count, int width,
-                   int threads) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  auto before = static_cast<const uint8_t *>(mean), g = static_cast<const uint8_t *>(gradient);
-  auto to = static_cast<uint8_t *>(out);
-  in_chunks(count, width, threads, [&](int64_t at, int64_t n) {
-    passes->follow(before + at, rate, g + at, to + at, n, count >= CACHED);
-    passes->fence();
-  });
-}
-
-void topkef_lost(const void *const *gradients, const void *before, const double *scales, const void *after,
-                 const void *arrivals, const int64_t *places, int64_t count, int width, int threads,
-                 double *out) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  auto e = static_cast<const uint8_t *>(before), rest = static_cast<const uint8_t *>(after);
-  auto phi = static_cast<const uint8_t *>(arrivals);
+/* Calls `pass` with each block of a sample, and adds up the LANES sums of both classes: a number a tensor for each
+ * class. `places` has six numbers a tensor, as in `topkef_lost`. */
+template <class Pass>
+static void in_samples(const int64_t *places, int64_t count, int threads, int classes, double *out, Pass pass) {
   parallel(count, threads, [&](int64_t i) {
     KeepDenormals keep;
-    const int64_t *place = places + 6 * i;
-    const int64_t kept = place[0], arrived = place[1], numel = place[2];
-    const int64_t shards = place[3], first = place[4], parts = place[5];
-    auto g = static_cast<const uint8_t *>(gradients[i]);
+    const int64_t *place = places + 6 * i, numel = place[2];
     double sums[2 * LANES] = {};
-    for (int64_t block = 0;; block += parts) {
-      const int64_t whole = (first + block * shards) * SHARD_BLOCK, own = kept + block * SHARD_BLOCK;
+    for (int64_t block = 0;; block += place[5]) {
+      const int64_t whole = (place[4] + block * place[3]) * SHARD_BLOCK;
       if (whole >= numel) break;
-      passes->lose(g + whole * width, e + own * width, scales ? scales[i] : 1.0, rest + own * width,
-                   phi + (arrived + whole) * width, std::min(SHARD_BLOCK, numel - whole), sums);
+      pass(i, place, whole, block * SHARD_BLOCK, std::min(SHARD_BLOCK, numel - whole), sums);
     }
-    for (int of = 0; of < 2; ++of)
+    for (int of = 0; of < classes; ++of)
       out[of * count + i] = std::accumulate(sums + of * LANES, sums + (of + 1) * LANES, 0.0);
   });
 }
 
-void topkef_prepare_moment(void *moment, const void *added, const void *gradient, const void *arrivals,
-                           const void *squares, const topkef_adam *adam, int64_t count, int width,
-                           int threads) {
+void topkef_lost(const void *const *gradients, const void *before, const double *scales, const void *after,
+                 const uint8_t *arrivals, const int64_t *places, int64_t count, int width, int threads,
+                 double *out) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  auto m = static_cast<uint8_t *>(moment);
-  auto a = static_cast<const uint8_t *>(added);
-  auto g = static_cast<const uint8_t *>(gradient), phi = static_cast<const uint8_t *>(arrivals);
-  auto v = static_cast<const uint8_t *>(squares);
-  in_chunks(count, width, threads, [&](int64_t at, int64_t n) {
-    passes->prepare(m + at, a + at, g + at, phi + at, v + at, adam, n);
-  });
+  auto e = static_cast<const uint8_t *>(before), rest = static_cast<const uint8_t *>(after);
+  in_samples(places, count, threads, 2, out,
+             [&](int64_t i, const int64_t *place, int64_t whole, int64_t own, int64_t n, double *sums) {
+               const int64_t kept = (place[0] + own) * width;
+               passes->lose(static_cast<const uint8_t *>(gradients[i]) + whole * width, e + kept,
+                            scales ? scales[i] : 1.0, rest + kept, arrivals + place[1] + whole, n, sums);
+             });
 }
 
-void topkef_prepare_buffer(void *buffer, const void *added, const void *parameter, const void *arrivals,
-                           const topkef_sgd *sgd, int64_t count, int width, int threads) {
+void topkef_energies(const void *const *arrays, const uint8_t *arrivals, const int64_t *places, int64_t count,
+                     int width, int threads, double *out) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  auto m = static_cast<uint8_t *>(buffer);
-  auto a = static_cast<const uint8_t *>(added), p = static_cast<const uint8_t *>(parameter);
-  auto phi = static_cast<const uint8_t *>(arrivals);
-  in_chunks(count, width, threads, [&](int64_t at, int64_t n) {
-    passes->prepare_buffer(m + at, a + at, p ? p + at : nullptr, phi + at, sgd, n);
-  });
+  in_samples(places, count, threads, arrivals ? 2 : 1, out,
+             [&](int64_t i, const int64_t *place, int64_t whole, int64_t, int64_t n, double *sums) {
+               passes->square(static_cast<const uint8_t *>(arrays[i]) + whole * width,
+                              arrivals ? arrivals + place[1] + whole : nullptr, n, sums);
+             });
 }
 
-void topkef_restore_buffer(void *buffer, const void *arrivals, double momentum, int64_t count, int width,
-                           int threads) {
+/* Copies what an update writes, of `n` elements from number `at` on. */
+static void copy_state(const topkef_update &from, const topkef_update &to, int64_t at, int64_t n, int width) {
+  void *const before[] = {from.weight, from.momentum, from.square, from.largest};
+  void *const after[] = {to.weight, to.momentum, to.square, to.largest};
+  for (int i = 0; i < 4; ++i)
+    if (after[i])
+      std::memcpy(static_cast<uint8_t *>(after[i]) + at * width, static_cast<uint8_t *>(before[i]) + at * width,
+                  (size_t)(n * width));
+  std::memcpy(to.arrivals + at, from.arrivals + at, (size_t)n);
+}
+
+void topkef_update_all(const topkef_update *updates, const topkef_update *from, int64_t count, int width,
+                       int threads) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  auto m = static_cast<uint8_t *>(buffer);
-  auto phi = static_cast<const uint8_t *>(arrivals);
-  in_chunks(count, width, threads,
-            [&](int64_t at, int64_t n) { passes->restore_buffer(m + at, phi + at, momentum, n); });
+  std::vector<std::pair<int64_t, int64_t>> chunks;  // a tensor, and its first element
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t at = 0; at < updates[i].count; at += CHUNK) chunks.emplace_back(i, at);
+  parallel((int64_t)chunks.size(), threads, [&](int64_t i) {
+    KeepDenormals keep;
+    const auto [of, at] = chunks[(size_t)i];
+    const topkef_update &each = updates[of];
+    const Update update = each.square ? passes->update_adam : passes->update_sgd;
+    const int64_t n = std::min<int64_t>(CHUNK, each.count - at);
+    if (from) copy_state(from[of], each, at, n, width);  // to the cache
+    update(each, at, n);
+  });
 }
 
 void topkef_product(const void *left, const void *right, int64_t m, int64_t k, int64_t n, double scale,

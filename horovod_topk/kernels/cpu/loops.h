@@ -14,6 +14,7 @@
 #include "passes.h"
 #include "select_k.h"
 #include "tile.h"
+#include "updates.h"
 
 namespace {
 
@@ -314,84 +315,59 @@ void update_velocity(const void *velocity, double factor, const void *gradient, 
 }
 
 template <class R>
-void follow(const void *mean, double rate, const void *gradient, void *out, int64_t n,
-            bool past_caches) {
-  auto before = static_cast<const R *>(mean), g = static_cast<const R *>(gradient);
-  const R kept = (R)(1.0 - rate), added = (R)rate;
-  put_tiles(static_cast<R *>(out), n, past_caches, [&](int64_t at, int64_t count, R *tile) {
+inline void add_in_lanes(const R *values, int64_t n, double *sums) {
+  double own[topkef::LANES];
+  memcpy(own, sums, sizeof own);
+  int64_t i = 0;
+  for (; i + topkef::LANES <= n; i += topkef::LANES)
+    for (int64_t lane = 0; lane < topkef::LANES; ++lane) own[lane] += (double)values[i + lane];
+  for (; i < n; ++i) own[i % topkef::LANES] += (double)values[i];
+  memcpy(sums, own, sizeof own);
+}
+
+/* Adds energy(i) of n elements to the sums of their classes: those that arrive often, and the others. Energies are
+ * computed before they are added, so that both loops become vector code. */
+template <class R, class Energy>
+inline void sum_by_class(const uint8_t *arrivals, int64_t n, double *sums, Energy energy) {
+  constexpr int64_t SOME = 256;
+  R often[SOME], rarely[SOME];
+  for (int64_t at = 0; at < n; at += SOME) {
+    const int64_t count = n - at < SOME ? n - at : SOME;
     for (int64_t i = 0; i < count; ++i) {
-      const R rest = load(before, at + i) * kept;
-      tile[i] = rest + (load(g, at + i) != 0 ? added : (R)0);
+      const R each = energy(at + i);
+      often[i] = (int32_t)arrivals[at + i] >= TOPKEF_OFTEN ? each : (R)0;
+      rarely[i] = each - often[i];
     }
+    add_in_lanes(often, count, sums);
+    add_in_lanes(rarely, count, sums + topkef::LANES);
+  }
+}
+
+template <class R>
+void lose(const void *gradient, const void *before, double scale, const void *after, const uint8_t *arrivals,
+          int64_t n, double *sums) {
+  auto g = static_cast<const R *>(gradient), e = static_cast<const R *>(before);
+  auto rest = static_cast<const R *>(after);
+  const R factor = (R)scale;
+  sum_by_class<R>(arrivals, n, sums, [=](int64_t i) {
+    const R came = load(g, i), whole = came + load(e, i) * factor, left = load(rest, i);
+    const R sent = whole * whole - left * left;
+    return came * came - (std::abs(whole - left) * 2 > std::abs(whole) ? sent : (R)0);
   });
 }
 
 template <class R>
-void prepare(void *moment, const void *added, const void *gradient, const void *arrivals, const void *squares,
-             const topkef_adam *adam, int64_t n) {
-  auto m = static_cast<R *>(moment);
-  auto a = static_cast<const R *>(added);
-  auto v = static_cast<const R *>(squares);
-  const R fading = (R)adam->beta2, fresh = (R)(1.0 - adam->beta2), most = (R)adam->most;
-  auto g = static_cast<const R *>(gradient), phi = static_cast<const R *>(arrivals);
-  const R beta = (R)adam->beta, again = (R)adam->again, now = (R)adam->now, later = (R)adam->later;
-  const R often = (R)adam->often, rarely = (R)adam->rarely, rate = (R)adam->rate, above = (R)adam->limit;
-  for (int64_t i = 0; i < n; ++i) {
-    const R b = beta * std::sqrt(phi[i]);
-    const R before = g[i] != 0 ? phi[i] - rate : phi[i];
-    const R c = before > above ? often : rarely;
-    const R sum = (again * b) * m[i] + (now * c * ((R)1 - b)) * a[i];
-    const R limit = most * std::sqrt(fading * v[i] + fresh * (a[i] * a[i]));
-    m[i] = (sum > limit ? limit : sum < -limit ? -limit : sum) - later * a[i];
+void square(const void *values, const uint8_t *arrivals, int64_t n, double *sums) {
+  auto a = static_cast<const R *>(values);
+  const auto energy = [=](int64_t i) { return load(a, i) * load(a, i); };
+  if (arrivals) return sum_by_class<R>(arrivals, n, sums, energy);
+  constexpr int64_t SOME = 256;
+  R squares[SOME];
+  for (int64_t at = 0; at < n; at += SOME) {
+    const int64_t count = n - at < SOME ? n - at : SOME;
+    for (int64_t i = 0; i < count; ++i) squares[i] = energy(at + i);
+    add_in_lanes(squares, count, sums);
   }
-}
-
-template <class R>
-void prepare_buffer(void *buffer, const void *added, const void *parameter, const void *arrivals,
-                    const topkef_sgd *sgd, int64_t n) {
-  auto m = static_cast<R *>(buffer);
-  auto a = static_cast<const R *>(added), p = static_cast<const R *>(parameter);
-  auto phi = static_cast<const R *>(arrivals);
-  const R mu = (R)sgd->momentum, left = (R)(1.0 - sgd->momentum), decay = (R)sgd->decay;
-  const R loss = (R)sgd->loss;
-  for (int64_t i = 0; i < n; ++i) {
-    const R b = mu * (R)std::sqrt(std::sqrt(phi[i]));
-    const R add = p ? a[i] + decay * p[i] : a[i];
-    const R moved = ((R)1 - b) / left * (mu * m[i] + ((R)1 - loss * phi[i]) * add);
-    m[i] = (moved - add) / mu;
-  }
-}
-
-template <class R>
-void restore_buffer(void *buffer, const void *arrivals, double momentum, int64_t n) {
-  auto m = static_cast<R *>(buffer);
-  auto phi = static_cast<const R *>(arrivals);
-  const R mu = (R)momentum, share = (R)((1.0 - momentum) / momentum);
-  for (int64_t i = 0; i < n; ++i) {
-    const R b = mu * (R)std::sqrt(std::sqrt(phi[i]));
-    m[i] *= b * share / ((R)1 - b);
-  }
-}
-
-template <class R>
-void lose(const void *gradient, const void *before, double scale, const void *after, const void *arrivals,
-          int64_t n, double *sums) {
-  auto g = static_cast<const R *>(gradient), e = static_cast<const R *>(before);
-  auto rest = static_cast<const R *>(after), phi = static_cast<const R *>(arrivals);
-  const R factor = (R)scale, half = (R)0.5;
-  auto add = [&](int64_t i, int64_t lane) {
-    const R came = load(g, i), whole = came + load(e, i) * factor, left = load(rest, i);
-    const bool is_sent = std::abs(whole - left) * 2 > std::abs(whole);
-    const R sent = whole * whole - left * left;
-    const double lost = (double)(came * came - (is_sent ? sent : (R)0));
-    const bool often = load(phi, i) > half;
-    sums[lane] += often ? lost : 0.0;
-    sums[topkef::LANES + lane] += often ? 0.0 : lost;
-  };
-  int64_t i = 0;
-  for (; i + topkef::LANES <= n; i += topkef::LANES)
-    for (int64_t lane = 0; lane < topkef::LANES; ++lane) add(i + lane, lane);
-  for (; i < n; ++i) add(i, i % topkef::LANES);
 }
 
 template <class R, class G>
@@ -467,11 +443,10 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->fence = fence;
   passes->spread = spread<R>;
   passes->update_velocity = update_velocity<R>;
-  passes->follow = follow<R>;
   passes->lose = lose<R>;
-  passes->prepare = prepare<R>;
-  passes->prepare_buffer = prepare_buffer<R>;
-  passes->restore_buffer = restore_buffer<R>;
+  passes->square = square<R>;
+  passes->update_sgd = update_sgd<R>;
+  passes->update_adam = update_adam<R>;
   passes->mask = mask<R>;
   passes->product = product<R>;
   passes->orthonormalise = orthonormalise<R>;

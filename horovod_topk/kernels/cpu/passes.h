@@ -237,27 +237,18 @@ using Deliver = void (*)(void *total, double scale, void *gradient, int64_t n);
 using Accelerate = void (*)(const void *velocity, double factor, const void *gradient, void *out,
                             int64_t n, bool past_caches);
 
-/* A mean of what is 1 for the elements of a gradient that are not 0, and 0 for others. */
-using Follow = void (*)(const void *mean, double rate, const void *gradient, void *out, int64_t n,
-                        bool past_caches);
-
 constexpr int64_t LANES = 16;  // partial sums of `Lose`: element i is added to number i % LANES
 
-/* Add up the energy that error feedback takes away: that of elements with arrivals above 1/2 in the first
+/* Add up the energy that error feedback takes away: that of elements that arrive often in the first
  * LANES sums, that of the rest in the others; see `topkef_lost`. */
 using Lose = void (*)(const void *gradient, const void *before, double scale, const void *after,
-                      const void *arrivals, int64_t n, double *sums);
+                      const uint8_t *arrivals, int64_t n, double *sums);
 
-/* Adam's first moment before its own update; see `topkef_prepare_moment`. */
-using Prepare = void (*)(void *moment, const void *added, const void *gradient, const void *arrivals,
-                         const void *squares, const topkef_adam *adam, int64_t n);
+/* Add up squares in the same way; without arrivals in the first sums alone. */
+using Square = void (*)(const void *values, const uint8_t *arrivals, int64_t n, double *sums);
 
-/* SGD's momentum buffer before its own update; see `topkef_prepare_buffer`. */
-using PrepareBuffer = void (*)(void *buffer, const void *added, const void *parameter, const void *arrivals,
-                               const topkef_sgd *sgd, int64_t n);
-
-/* The same buffer after that update; see `topkef_restore_buffer`. */
-using RestoreBuffer = void (*)(void *buffer, const void *arrivals, double momentum, int64_t n);
+/* Update n elements of a tensor from one on; see `topkef_update_all`. */
+using Update = void (*)(const topkef_update &of, int64_t from, int64_t n);
 
 /* out[row, at] = scale * sum of left[row, i] * right[i, at], or out -= that sum if `subtracts`: for
  * `rows` rows and n of a matrix' `width` columns; i below `inner`, added in this order, each product and
@@ -305,11 +296,9 @@ struct Passes {
   Scatter add[KINDS];          // no indices, all elements in order
   Deliver deliver[DTYPES];     // [gradient's dtype]
   Accelerate update_velocity;
-  Follow follow;
   Lose lose;
-  Prepare prepare;
-  PrepareBuffer prepare_buffer;
-  RestoreBuffer restore_buffer;
+  Square square;
+  Update update_sgd, update_adam;
   Mask mask;
   Product product;
   Orthonormalise orthonormalise;

@@ -8,9 +8,22 @@
  *
  * Both have the attributes `recipe`, as in topkef.h, and `threads`. `template` is an empty payload,
  * `keys` are as in topkef.h, or empty.
+ *
+ *     TopkefUpdate(gradients, weights: N * R, moments: M * R, arrivals: N * uint8, numbers, losses: double,
+ *                  factors: R, does: int32) -> what it computes of weights, moments and arrivals
+ *
+ * Moments are the momentum of each tensor (SGD), or m, v and amsgrad's largest v of each (Adam). `numbers` are the
+ * gradient's factor and those of topkef_sgd or topkef_adam; `losses` are SGD's, one a tensor, and `factors` are
+ * Adam's, two a tensor. If it `does` 1, arrivals are as before; 2: 255. `samples` has the places of the weights' samples as in
+ * topkef_energies.
+ *
+ *     TopkefEnergies(arrays: N * R, arrivals: uint8) -> sums: R, as topkef_energies; no arrivals: null
+ *     TopkefScale(arrays: N * R, factors: R) -> arrays times their factors; the same arrays where these are 1
  */
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -77,6 +90,9 @@ struct Api {
   void (*TF_DeleteTensor)(TF_Tensor *);
   void *(*TF_TensorData)(const TF_Tensor *);
   size_t (*TF_TensorByteSize)(const TF_Tensor *);
+  int (*TF_TensorType)(const TF_Tensor *);
+  int (*TF_NumDims)(const TF_Tensor *);
+  int64_t (*TF_Dim)(const TF_Tensor *, int);
 };
 
 Api tf;
@@ -114,6 +130,9 @@ bool find_tensorflow() {
   FIND(TF_DeleteTensor);
   FIND(TF_TensorData);
   FIND(TF_TensorByteSize);
+  FIND(TF_TensorType);
+  FIND(TF_NumDims);
+  FIND(TF_Dim);
 #undef FIND
   return all;
 }
@@ -144,6 +163,15 @@ class Input {
   const void *data() const { return tf.TF_TensorData(tensor_); }
   int64_t bytes() const { return (int64_t)tf.TF_TensorByteSize(tensor_); }
 
+  const TF_Tensor *tensor() const { return tensor_; }
+  int type() const { return tf.TF_TensorType(tensor_); }
+
+  std::vector<int64_t> shape() const {
+    std::vector<int64_t> found;
+    for (int i = 0; i < tf.TF_NumDims(tensor_); ++i) found.push_back(tf.TF_Dim(tensor_, i));
+    return found;
+  }
+
  private:
   TF_Tensor *tensor_ = nullptr;
 };
@@ -156,11 +184,11 @@ class Store : public std::enable_shared_from_this<Store> {
     for (auto &each : free_) std::free(each.second);
   }
 
-  TF_Tensor *tensor(int type, int64_t count, int64_t bytes) {
+  TF_Tensor *tensor(int type, const std::vector<int64_t> &shape, int64_t bytes) {
     void *memory = take((size_t)bytes);
     if (!memory) return nullptr;
     auto *self = new std::shared_ptr<Store>(shared_from_this());
-    return tf.TF_NewTensor(type, &count, 1, memory, (size_t)bytes, give_back, self);
+    return tf.TF_NewTensor(type, shape.data(), (int)shape.size(), memory, (size_t)bytes, give_back, self);
   }
 
  private:
@@ -265,10 +293,10 @@ bool check_size(TF_Context *context, const char *what, int64_t position, int64_t
 int64_t gradient_bytes(int64_t dtype) { return dtype == 3 ? 8 : dtype == 2 ? 4 : 2; }
 
 /* An output's memory, nullptr after a failure; the context takes ownership of the tensor. */
-void *output(Kernel *kernel, TF_Context *context, int64_t position, int type, int64_t count,
+void *output(Store &store, TF_Context *context, int64_t position, int type, const std::vector<int64_t> &shape,
              int64_t bytes) {
   Status status;
-  TF_Tensor *tensor = kernel->store->tensor(type, count, bytes);
+  TF_Tensor *tensor = store.tensor(type, shape, bytes);
   if (tensor)
     tf.TF_SetOutput(context, (int)position, tensor, status);
   else
@@ -300,7 +328,7 @@ void encode(void *state, TF_Context *context) {
     residuals.push_back(e.data());
     gradients[(size_t)kernel->gradient(t)] = g.data();
     candidates.push_back(
-        output(kernel, context, t, width == 8 ? DOUBLE : FLOAT, numel, numel * width));
+        output(*kernel->store, context, t, width == 8 ? DOUBLE : FLOAT, {numel}, numel * width));
     if (!candidates.back()) return;
   }
   const auto last = (int64_t)inputs.size() - 2;  // position of the template
@@ -321,7 +349,7 @@ void encode(void *state, TF_Context *context) {
   const int64_t bytes = kernel->payload_bytes();
   if (keys.bytes() && !check_size(context, "keys", 0, keys.bytes(), 3 * 8 * tensors)) return;
   if (!check_size(context, "template", 0, empty.bytes(), bytes)) return;
-  auto payload = static_cast<uint8_t *>(output(kernel, context, tensors, UINT8, bytes, bytes));
+  auto payload = static_cast<uint8_t *>(output(*kernel->store, context, tensors, UINT8, {bytes}, bytes));
   if (!payload) return;
   std::memcpy(payload, empty.data(), (size_t)bytes);
   auto streams = keys.bytes() ? static_cast<const int64_t *>(keys.data()) : nullptr;
@@ -347,7 +375,7 @@ void decode(void *state, TF_Context *context) {
     void *&gradient = gradients[(size_t)kernel->gradient(t)];
     if (gradient) continue;
     int64_t numel = kernel->gradient_numel(kernel->gradient(t));
-    gradient = output(kernel, context, kernel->gradient(t), TYPES[kernel->dtype(t)], numel,
+    gradient = output(*kernel->store, context, kernel->gradient(t), TYPES[kernel->dtype(t)], {numel},
                       numel * gradient_bytes(kernel->dtype(t)));
     if (!gradient) return;
   }
@@ -364,12 +392,201 @@ void decode(void *state, TF_Context *context) {
   tf.TF_OpKernelContext_Failure(context, status);
 }
 
+/* What operations on samples keep. */
+struct Sampler {
+  std::vector<int64_t> samples;  // six numbers a tensor
+  int64_t threads = 1;
+  std::shared_ptr<Store> store = std::make_shared<Store>();
+};
+
+void *create_sampler(TF_Construction *construction) {
+  auto updater = std::make_unique<Sampler>();
+  Status status;
+  int32_t count = 0, total = 0;
+  tf.TF_OpKernelConstruction_GetAttrSize(construction, "samples", &count, &total, status);
+  updater->samples.resize((size_t)(count > 0 ? count : 0));
+  if (status.ok())
+    tf.TF_OpKernelConstruction_GetAttrInt64List(construction, "samples", updater->samples.data(), count, status);
+  if (status.ok())
+    tf.TF_OpKernelConstruction_GetAttrInt64(construction, "threads", &updater->threads, status);
+  if (!status.ok()) tf.TF_OpKernelConstruction_Failure(construction, status);
+  return updater.release();
+}
+
+void destroy_sampler(void *updater) { delete static_cast<Sampler *>(updater); }
+
+bool any(const void *array, int64_t bytes) {
+  auto each = static_cast<const uint8_t *>(array);
+  return std::any_of(each, each + bytes, [](uint8_t byte) { return byte != 0; });
+}
+
+/* Root mean squares of samples of the weights. */
+template <class R>
+std::vector<R> roots(const std::vector<const void *> &weights, const std::vector<int64_t> &samples, int threads) {
+  const auto count = (int64_t)weights.size();
+  std::vector<double> sums(weights.size());
+  topkef_energies(weights.data(), nullptr, samples.data(), count, (int)sizeof(R), threads, sums.data());
+  std::vector<R> found;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t *place = &samples[(size_t)(6 * i)], blocks = (place[2] + SHARD_BLOCK - 1) / SHARD_BLOCK;
+    int64_t size = 0;
+    for (int64_t block = 0; block < blocks; block += place[5])
+      size += std::min(SHARD_BLOCK, place[2] - block * SHARD_BLOCK);
+    found.push_back(std::sqrt((R)sums[(size_t)i] / (R)size));
+  }
+  return found;
+}
+
+void update(void *state, TF_Context *context) {
+  auto updater = static_cast<Sampler *>(state);
+  Status status;
+  std::vector<Input> inputs;
+  for (int64_t i = 0; i < tf.TF_NumInputs(context); ++i) {
+    inputs.emplace_back(context, (int)i, status);
+    if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
+  }
+  const auto count = (size_t)(updater->samples.size() / 6), every = inputs.size() - 4;
+  const size_t each = (every - 3 * count) / count;  // moments of a tensor
+  const Input *gradients = &inputs[0], *weights = gradients + count, *moments = weights + count,
+              *arrivals = moments + each * count, *last = arrivals + count;
+  const bool is_adam = each > 1;
+  auto given = static_cast<const double *>(last[0].data());
+  const int64_t needed = is_adam ? sizeof(topkef_adam) : sizeof(topkef_sgd);
+  if (!check_size(context, "numbers", 0, last[0].bytes(), needed + 8)) return;
+  if (!is_adam && !check_size(context, "losses", 0, last[1].bytes(), 8 * (int64_t)count)) return;
+  const int64_t width = weights[0].type() == DOUBLE ? 8 : 4;
+  if (is_adam && !check_size(context, "factors", 0, last[2].bytes(), 2 * width * (int64_t)count)) return;
+  std::vector<topkef_update> from(count), to(count);
+  std::vector<const void *> places;
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t numel = updater->samples[6 * i + 2], bytes = numel * width;
+    topkef_update &before = from[i], &after = to[i];
+    after.gradient = gradients[i].data();
+    after.count = numel;
+    after.gain = given[0];
+    std::memcpy(&after.numbers, given + 1, (size_t)needed);
+    if (!is_adam) after.numbers.sgd.loss = static_cast<const double *>(last[1].data())[i];
+    before = after;
+    auto place = [&](const Input &input, size_t position, void *topkef_update::*field) {
+      if (!check_size(context, "tensor", (int64_t)i, input.bytes(), bytes)) return false;
+      before.*field = const_cast<void *>(input.data());
+      after.*field = output(*updater->store, context, (int64_t)position, width == 8 ? DOUBLE : FLOAT, input.shape(),
+                            bytes);
+      return after.*field != nullptr;
+    };
+    void *topkef_update::*const fields[] = {&topkef_update::momentum, &topkef_update::square,
+                                            &topkef_update::largest};
+    if (!check_size(context, "gradient", (int64_t)i, gradients[i].bytes(), bytes) ||
+        !check_size(context, "arrivals", (int64_t)i, arrivals[i].bytes(), numel) ||
+        !place(weights[i], i, &topkef_update::weight))
+      return;
+    for (size_t m = 0; m < each; ++m)
+      if (!place(moments[i * each + m], count + i * each + m, fields[m])) return;
+    places.push_back(before.weight);
+    before.arrivals = static_cast<uint8_t *>(const_cast<void *>(arrivals[i].data()));
+    after.arrivals = static_cast<uint8_t *>(output(*updater->store, context, (int64_t)((1 + each) * count + i), UINT8,
+                                                   arrivals[i].shape(), numel));
+    if (!after.arrivals) return;
+  }
+  const int threads = (int)updater->threads, does = *static_cast<const int32_t *>(last[3].data());
+  std::vector<float> narrow;
+  std::vector<double> wide;
+  if (is_adam && width == 8) wide = roots<double>(places, updater->samples, threads);
+  if (is_adam && width == 4) narrow = roots<float>(places, updater->samples, threads);
+  std::vector<std::vector<uint8_t>> ones;
+  for (size_t i = 0; i < count; ++i) {
+    topkef_update &before = from[i], &after = to[i];
+    after.factors = static_cast<const uint8_t *>(last[2].data()) + 2 * (size_t)width * i * is_adam;
+    after.rms = !is_adam ? nullptr : width == 8 ? static_cast<const void *>(&wide[i]) : &narrow[i];
+    // A momentum of dense steps: mu^t of it is left after t steps, as with arrivals in each step.
+    if (does == 2 ||
+        (!is_adam && !any(before.arrivals, after.count) && any(before.momentum, after.count * width))) {
+      ones.emplace_back((size_t)after.count, (uint8_t)255);
+      before.arrivals = ones.back().data();
+    }
+  }
+  topkef_update_all(to.data(), from.data(), (int64_t)count, (int)width, threads);
+  for (size_t i = 0; does && i < count; ++i)
+    std::memcpy(to[i].arrivals, does == 2 ? ones[i].data() : arrivals[i].data(), (size_t)to[i].count);
+}
+
+template <class R>
+void narrow_to(const std::vector<double> &from, void *to) {
+  std::copy(from.begin(), from.end(), static_cast<R *>(to));
+}
+
+void energies(void *state, TF_Context *context) {
+  auto sampler = static_cast<Sampler *>(state);
+  const auto count = (size_t)(sampler->samples.size() / 6);
+  Status status;
+  std::vector<Input> inputs;
+  for (size_t i = 0; i <= count; ++i) {
+    inputs.emplace_back(context, (int)i, status);
+    if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
+  }
+  const int type = inputs[0].type();
+  const int64_t width = type == DOUBLE ? 8 : 4;
+  std::vector<const void *> arrays;
+  int64_t stop = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t *place = &sampler->samples[6 * i];
+    if (!check_size(context, "array", (int64_t)i, inputs[i].bytes(), place[2] * width)) return;
+    arrays.push_back(inputs[i].data());
+    stop = std::max(stop, place[1] + place[2]);
+  }
+  const int64_t coded = inputs[count].bytes();
+  if (coded && !check_size(context, "arrivals", 0, std::min(coded, stop), stop)) return;
+  std::vector<double> sums(count * (coded ? 2 : 1));
+  const auto found = (int64_t)sums.size();
+  void *out = output(*sampler->store, context, 0, type, {found}, found * width);
+  if (!out) return;
+  auto arrivals = coded ? static_cast<const uint8_t *>(inputs[count].data()) : nullptr;
+  topkef_energies(arrays.data(), arrivals, sampler->samples.data(), (int64_t)count, (int)width,
+                  (int)sampler->threads, sums.data());
+  width == 8 ? narrow_to<double>(sums, out) : narrow_to<float>(sums, out);
+}
+
+void *create_store(TF_Construction *) { return new std::shared_ptr<Store>(std::make_shared<Store>()); }
+
+void destroy_store(void *store) { delete static_cast<std::shared_ptr<Store> *>(store); }
+
+template <class R>
+void scale_as(Store &store, TF_Context *context, const std::vector<Input> &inputs) {
+  const size_t count = inputs.size() - 1;
+  if (!check_size(context, "factors", 0, inputs[count].bytes(), (int64_t)(count * sizeof(R)))) return;
+  auto factors = static_cast<const R *>(inputs[count].data());
+  Status status;
+  for (size_t i = 0; i < count; ++i) {
+    if (factors[i] == 1) {
+      tf.TF_SetOutput(context, (int)i, inputs[i].tensor(), status);
+      if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
+      continue;
+    }
+    auto from = static_cast<const R *>(inputs[i].data());
+    const int64_t bytes = inputs[i].bytes();
+    auto to = static_cast<R *>(output(store, context, (int64_t)i, inputs[i].type(), inputs[i].shape(), bytes));
+    if (!to) return;
+    std::transform(from, from + bytes / (int64_t)sizeof(R), to, [=](R each) { return each * factors[i]; });
+  }
+}
+
+void scale(void *state, TF_Context *context) {
+  Status status;
+  std::vector<Input> inputs;
+  for (int64_t i = 0; i < tf.TF_NumInputs(context); ++i) {
+    inputs.emplace_back(context, (int)i, status);
+    if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
+  }
+  Store &store = **static_cast<std::shared_ptr<Store> *>(state);
+  inputs[0].type() == DOUBLE ? scale_as<double>(store, context, inputs) : scale_as<float>(store, context, inputs);
+}
+
 void unknown_shapes(TF_ShapeContext *context, TF_Status *status) {
   tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-void define(const char *name, std::vector<const char *> attributes,
-            std::vector<const char *> inputs, std::vector<const char *> outputs, Compute compute) {
+void define(const char *name, std::vector<const char *> attributes, std::vector<const char *> inputs,
+            std::vector<const char *> outputs, Create create, Compute compute, Delete destroy) {
   Status status;
   TF_OpBuilder *op = tf.TF_NewOpDefinitionBuilder(name);
   for (const char *each : attributes) tf.TF_OpDefinitionBuilderAddAttr(op, each);
@@ -390,9 +607,18 @@ __attribute__((constructor)) void define_operations() {
          {"R: {float, double}", "N: int >= 1", "S: int >= 0", gradients, "recipe: list(int)",
           "threads: int"},
          {"residuals: N * R", "gradients: G", "squares: S * R", "template: uint8", "keys: int64"},
-         {"candidates: N * R", "payload: uint8"}, encode);
+         {"candidates: N * R", "payload: uint8"}, create, encode, destroy);
   define("TopkefDecode", {gradients, "recipe: list(int)", "threads: int"},
-         {"gathered: uint8", "flags: bool", "scale: double"}, {"gradients: G"}, decode);
+         {"gathered: uint8", "flags: bool", "scale: double"}, {"gradients: G"}, create, decode, destroy);
+  define("TopkefUpdate", {"R: {float, double}", "N: int >= 1", "M: int >= 1", "samples: list(int)", "threads: int"},
+         {"gradients: N * R", "weights: N * R", "moments: M * R", "arrivals: N * uint8", "numbers: double",
+          "losses: double", "factors: R", "does: int32"},
+         {"new_weights: N * R", "new_moments: M * R", "new_arrivals: N * uint8"}, create_sampler, update,
+         destroy_sampler);
+  define("TopkefEnergies", {"R: {float, double}", "N: int >= 1", "samples: list(int)", "threads: int"},
+         {"arrays: N * R", "arrivals: uint8"}, {"sums: R"}, create_sampler, energies, destroy_sampler);
+  define("TopkefScale", {"R: {float, double}", "N: int >= 1"}, {"arrays: N * R", "factors: R"}, {"scaled: N * R"},
+         create_store, scale, destroy_store);
 }
 
 }  // namespace

@@ -111,50 +111,52 @@ TOPKEF_API void topkef_pack_ternary(const void *values, int64_t count, int width
 TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, const void *gradient,
                                   void *out, int64_t count, int width, int threads);
 
-/* out = (1 - rate) * mean, plus `rate` where the gradient is not 0; `count` elements of 4 or 8 bytes. */
-TOPKEF_API void topkef_follow(const void *mean, double rate, const void *gradient, void *out,
-                              int64_t count, int width, int threads);
-
 /* The energy that error feedback takes away in samples of `count` tensors, elements of 4 or 8 bytes; see
  * `horovod_topk.ops.protocol.Ops.lost`. Gradients and arrivals are whole, residuals before and after are of
- * one shard. scales: of the residuals before; null: all are 1. places: six numbers a tensor, its first
+ * one shard. Arrivals are codes of 8 bits. scales: of the residuals before; null: all are 1. places: six numbers a tensor, its first
  * element in the residuals and in the arrivals, its number of elements, and the sample as in `Ops.blocks`.
  * out: a number a tensor for elements that arrive often, then one a tensor for the others. */
 TOPKEF_API void topkef_lost(const void *const *gradients, const void *before, const double *scales,
-                            const void *after, const void *arrivals, const int64_t *places, int64_t count,
+                            const void *after, const uint8_t *arrivals, const int64_t *places, int64_t count,
                             int width, int threads, double *out);
 
-/* Numbers of one step of Adam for `topkef_prepare_moment`. */
-typedef struct {
-  double beta, again, now, later;      /* beta1, s_t / s_(t-1) / beta1, s_t / beta1, 1 / beta1 - 1 */
-  double often, rarely, rate, limit;   /* c of both classes; an element's class: phi - rate > limit */
-  double beta2, most;                  /* of v; far s_t / beta1 / sqrt(1 - beta2^t) */
-} topkef_adam;
+/* Sums of squares of samples of `count` arrays, elements of 4 or 8 bytes. arrivals: as in `topkef_lost`; null: all
+ * elements are of one class. places: as in `topkef_lost`. out: as in `topkef_lost`, or one number a tensor. */
+TOPKEF_API void topkef_energies(const void *const *arrays, const uint8_t *arrivals, const int64_t *places,
+                                int64_t count, int width, int threads, double *out);
 
-/* Prepare Adam's first moment for its own update; see `horovod_topk.torch_training.adam`. With b = beta *
- * arrivals^(1/2), moment = again * b * moment + now * c * (1 - b) * added, less later * added. The
- * magnitude of the sum is limited to most * sqrt(beta2 * squares + (1 - beta2) * added^2), with Adam's
- * mean squares before the step. `added` is the gradient as Adam adds it: with weight decay, or negated. It
- * may be `gradient`, which only tells which elements have arrived. */
-TOPKEF_API void topkef_prepare_moment(void *moment, const void *added, const void *gradient,
-                                      const void *arrivals, const void *squares, const topkef_adam *adam,
-                                      int64_t count, int width, int threads);
+/* The updates of horovod_topk/updates/formulas.py, whose names these are. */
+#define TOPKEF_FADES 0.9740037464252967 /* 0.9^(1/4): of phi^(1/4) where nothing arrives */
+#define TOPKEF_OFTEN 215                /* least code of phi > 1/2 */
+#define TOPKEF_FREE 1048576.0
 
-/* Numbers of one step of SGD for `topkef_prepare_buffer`. */
 typedef struct {
-  double momentum, decay; /* the optimizer's */
-  double loss;            /* c = 1 - loss * arrivals */
+  double momentum, rate, decay, nesterov, loss;
 } topkef_sgd;
 
-/* Prepare SGD's momentum buffer for its own update; see `horovod_topk.torch_training.sgd`. `added` is the
- * gradient as SGD adds it, but for the decay of `parameter` (null: none). */
-TOPKEF_API void topkef_prepare_buffer(void *buffer, const void *added, const void *parameter,
-                                      const void *arrivals, const topkef_sgd *sgd, int64_t count, int width,
-                                      int threads);
+typedef struct {
+  double beta1, beta2, again, now, decay, stays, rate, scale, eps, most, reach;
+} topkef_adam;
 
-/* Turn that buffer, after the update, back into dense SGD's. */
-TOPKEF_API void topkef_restore_buffer(void *buffer, const void *arrivals, double momentum, int64_t count,
-                                      int width, int threads);
+typedef struct {
+  const void *gradient;
+  void *weight, *momentum;  /* SGD's buffer, or Adam's first moment */
+  void *square, *largest;   /* Adam's second moment, and amsgrad's; null: none */
+  uint8_t *arrivals;        /* codes of phi */
+  const void *factors, *rms; /* Adam's: c of both classes, root mean square of the weights: arrays of the same dtype */
+  int64_t count;
+  double gain;              /* factor of the gradient: -1 to maximize */
+  union {
+    topkef_sgd sgd;
+    topkef_adam adam;
+  } numbers;
+} topkef_update;
+
+/* Update `count` tensors, elements of 4 or 8 bytes: one pass over each. Adam's have squares.
+ *
+ * from: weights, moments and arrivals before the step, which may not be written; null: `updates` has them. */
+TOPKEF_API void topkef_update_all(const topkef_update *updates, const topkef_update *from, int64_t count,
+                                  int width, int threads);
 
 /* `horovod_topk.ops.protocol.Ops.pack_values` and `unpack_values` of one row: values of 4 or 8 bytes, kinds 2
  * to 4 of a recipe; `is_stable`: int8 is stable8. */

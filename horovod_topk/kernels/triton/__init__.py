@@ -1,8 +1,8 @@
-"""Kernels for GPUs in Triton: a bucket is encoded in a few launches and decoded in two.
+"""Kernels for GPUs in Triton: a bucket is encoded in a few launches and decoded in one.
 
 An encode has four passes, a file each: `stream` adds gradients to residuals, `narrow` brackets each
 tensor's threshold, `scatter` finds it and writes indices, and `pack` encodes values. `weigh` comes
-first if entries are selected by Adam's mean squares. `locate` and `gather` decode. Results have the
+first if entries are selected by Adam's mean squares. `gather` decodes. Results have the
 same bits as those of `horovod_topk.ops`, except the bits of NaNs. `lists` launches what adapts the
 optimizer's steps to the exchange.
 

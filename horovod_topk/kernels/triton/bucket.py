@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.kernels.triton.gather import gather, locate
+from horovod_topk.kernels.triton.gather import gather
 from horovod_topk.kernels.triton.launching import FOUR_WARPS, SIXTEEN_WARPS, launch, on
 from horovod_topk.kernels.triton.memory import (
     Addresses,
@@ -27,7 +27,6 @@ from horovod_topk.kernels.triton.stream import stream
 from horovod_topk.kernels.triton.tables import Geometry, Tables, power_of_two
 from horovod_topk.kernels.triton.weigh import weigh
 
-_LOCATE_LANES = 128
 _ENTRY_LANES = 128  # entries of one rank added at once
 
 
@@ -196,20 +195,14 @@ class TritonBucket:
         tiles, ranks = len(tables.tile_owners), gathered.numel() // head.payload_bytes
         if tiles == 0:
             return
-        begins = self._take("begins", ranks * tiles)
-        if tables.most_entries:
-            launch(locate, (-(-tiles // _LOCATE_LANES), ranks),
-                self._rows, self._tile_owners, gathered, begins, tiles, head.payload_bytes,
-                STEPS=tables.most_entries.bit_length(), OUTPUT=geometry.output,
-                LANES=_LOCATE_LANES, **FOUR_WARPS,
-            )  # fmt: skip
+        begins = self._take("begins", 2 * ranks * tiles)
         programs = min(tiles, geometry.programs * geometry.writers)
         rows = self._take("rows", programs * geometry.output, torch.float32)
         launch(gather, (programs,),
             self._rows, self._tile_owners, addresses, gathered, begins, rows, tiles, ranks,
             head.payload_bytes, head.flags_at, scale, KIND=tables.kind, VALUES=head.values,
-            RANKS_ROOM=power_of_two(ranks), OUTPUT=geometry.output, BLOCK=geometry.block,
-            LANES=_ENTRY_LANES, **FOUR_WARPS,
+            RANKS_ROOM=power_of_two(ranks), STEPS=tables.most_entries.bit_length(),
+            OUTPUT=geometry.output, BLOCK=geometry.block, LANES=_ENTRY_LANES, **FOUR_WARPS,
         )  # fmt: skip
 
 

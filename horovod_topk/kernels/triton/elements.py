@@ -1,5 +1,4 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
-# ruff: noqa: N803
 """Triton kernels that read or write each element of a list of tensors, in one launch for all.
 
 Every operation is rounded as in `horovod_topk.kernels.cpu`, so that results have the same bits.
@@ -10,18 +9,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from horovod_topk.ops import coding
+
 BLOCK = tl.constexpr(2048)  # elements of one program, which are of one tensor
-COLUMNS = tl.constexpr(3)  # of a list's table: a tensor's elements, its first one, its first block
+COLUMNS = tl.constexpr(2)  # of a list's table: a tensor's elements, its first block
+ROW = tl.constexpr(9)  # of an update's table: see `adam`
+NUMBERS = tl.constexpr(13)  # of a set: see `horovod_topk.kernels.triton.lists.update`
+CODES = tl.constexpr(coding.ALWAYS + 1)  # number of codes
+SHARE = tl.constexpr(1.0 / coding.ALWAYS)  # phi^(1/4) of the code 1
+OFTEN = tl.constexpr(coding.OFTEN)
+FREE = tl.constexpr(coding.FREE)
 
 
 @triton.jit
 def spot(table: tl.tensor, owners: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return a program's tensor, where its elements are in it and in a flat array, and a mask."""
+    """Return a program's tensor, its first element, the others relative to that, and a mask."""
     t = tl.load(owners + tl.program_id(0))
-    row = table + t * COLUMNS
-    first = (tl.program_id(0) - tl.load(row + 2)) * BLOCK
-    at = first + tl.arange(0, BLOCK)
-    return t, at, tl.load(row + 1) + at, at < tl.load(row)
+    row, lanes = table + t * COLUMNS, tl.arange(0, BLOCK)
+    first = (tl.program_id(0) - tl.load(row + 1)) * BLOCK
+    return t, first, lanes, lanes < tl.load(row) - first
 
 
 @triton.jit
@@ -37,126 +43,129 @@ def quotient(one: tl.tensor, other: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def share(arrivals: tl.tensor, momentum: tl.tensor) -> tl.tensor:
-    """Return momentum * phi^(1/4)."""
-    return tl.math.sqrt_rn(tl.math.sqrt_rn(arrivals)) * momentum
-
-
-@triton.jit
-def follow(
-    table: tl.tensor,
-    owners: tl.tensor,
-    gradients: tl.tensor,
-    mean: tl.tensor,
-    out: tl.tensor,
-    kept: tl.tensor,
-    rate: tl.tensor,
-) -> None:
-    """Set `out` to kept * mean, plus `rate` where a gradient is not 0. The two arrays are flat."""
-    t, at, place, inside = spot(table, owners)
-    g = tl.load(pointers(gradients, t) + at, mask=inside, other=0.0)
-    faded = tl.load(mean + place, mask=inside, other=0.0) * kept
-    tl.store(out + place, faded + tl.where(g != 0.0, rate, 0.0), mask=inside)
-
-
-@triton.jit
 def limit(table: tl.tensor, owners: tl.tensor, arrays: tl.tensor, factors: tl.tensor) -> None:
     """Multiply each tensor by its factor, if that is less than 1."""
-    t, at, _, inside = spot(table, owners)
+    t, first, lanes, inside = spot(table, owners)
     factor = tl.load(factors + t)
     if factor < 1.0:
-        place = pointers(arrays, t) + at
+        place = pointers(arrays, t) + first + lanes
         tl.store(place, tl.load(place, mask=inside, other=0.0) * factor, mask=inside)
 
 
 @triton.jit
-def prepare_buffer(
-    table: tl.tensor,
-    owners: tl.tensor,
-    buffers: tl.tensor,
-    added: tl.tensor,
-    parameters: tl.tensor,
-    arrivals: tl.tensor,
-    losses: tl.tensor,
-    momentum: tl.tensor,
-    left: tl.tensor,
-    decay: tl.tensor,
-    DECAYS: tl.constexpr,
-) -> None:
-    """Prepare SGD's momentum buffers, as `topkef_prepare_buffer` of kernels/cpu/topkef.h.
-
-    losses: bits of float32, int64.
-    """
-    t, at, _, inside = spot(table, owners)
-    loss = tl.load(losses + t).to(tl.int32).to(tl.float32, bitcast=True)
-    phi = tl.load(pointers(arrivals, t) + at, mask=inside, other=0.0)
-    g = tl.load(pointers(added, t) + at, mask=inside, other=0.0)
-    if DECAYS:
-        g = g + tl.load(pointers(parameters, t) + at, mask=inside, other=0.0) * decay
-    buffer = pointers(buffers, t) + at
-    summed = tl.load(buffer, mask=inside, other=0.0) * momentum + (1.0 - phi * loss) * g
-    factor = quotient(1.0 - share(phi, momentum), tl.full([BLOCK], left, tl.float32))
-    divisor = tl.full([BLOCK], momentum, tl.float32)
-    tl.store(buffer, quotient(factor * summed - g, divisor), mask=inside)
+def numbers(sets: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """Return a pointer to a tensor's numbers, bits of float32. A row begins with their position."""
+    return sets + tl.load(row) * NUMBERS
 
 
 @triton.jit
-def restore_buffer(
-    table: tl.tensor,
-    owners: tl.tensor,
-    buffers: tl.tensor,
-    arrivals: tl.tensor,
-    momentum: tl.tensor,
-    left: tl.tensor,
-) -> None:
-    """Restore SGD's momentum buffers, as `topkef_restore_buffer` of kernels/cpu/topkef.h.
-
-    left: (1 - momentum) / momentum.
-    """
-    t, at, _, inside = spot(table, owners)
-    b = share(tl.load(pointers(arrivals, t) + at, mask=inside, other=0.0), momentum)
-    buffer = pointers(buffers, t) + at
-    m = tl.load(buffer, mask=inside, other=0.0)
-    tl.store(buffer, m * quotient(b * left, 1.0 - b), mask=inside)
+def number(own: tl.tensor, position: tl.constexpr) -> tl.tensor:
+    """Return one of a tensor's numbers."""
+    return tl.load(own + position).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def prepare_moment(
-    table: tl.tensor,
-    owners: tl.tensor,
-    moments: tl.tensor,
-    added: tl.tensor,
-    gradients: tl.tensor,
-    arrivals: tl.tensor,
-    squares: tl.tensor,
-    factors: tl.tensor,
-    largest: tl.tensor,
-    beta: tl.tensor,
-    again: tl.tensor,
-    now: tl.tensor,
+def gradient_as_added(
+    row: tl.tensor, own: tl.tensor, first: tl.tensor, lanes: tl.tensor, inside: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return a weight, the gradient that its optimizer adds, and whether a gradient has arrived."""
+    weight = tl.load(pointers(row, 1) + first + lanes, mask=inside, other=0.0)
+    gradient = tl.load(pointers(row, 2) + first + lanes, mask=inside, other=0.0)
+    sign, decay = number(own, 0), number(own, 1)
+    g = gradient * sign
+    return weight, tl.where(decay != 0.0, g + weight * decay, g), gradient != 0.0
+
+
+@triton.jit
+def codes_of(
+    row: tl.tensor,
+    first: tl.tensor,
+    lanes: tl.tensor,
+    inside: tl.tensor,
+    arrives: tl.tensor,
     later: tl.tensor,
-    rate: tl.tensor,
-    threshold: tl.tensor,
-    beta2: tl.tensor,
-    new: tl.tensor,
-) -> None:
-    """Prepare Adam's first moments, as `topkef_prepare_moment` of kernels/cpu/topkef.h.
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return codes before a step, and phi^(1/4) after it, and write the codes after it.
 
-    factors, largest: addresses of c of both classes, and of the largest |m'| where v is 1.
-    threshold: `limit` of topkef.h.
-    new: 1 - beta2.
+    later: `horovod_topk.updates.formulas.AFTER`, uint8.
     """
-    t, at, _, inside = spot(table, owners)
-    phi = tl.load(pointers(arrivals, t) + at, mask=inside, other=0.0)
-    g = tl.load(pointers(added, t) + at, mask=inside, other=0.0)
-    has_arrived = tl.load(pointers(gradients, t) + at, mask=inside, other=0.0) != 0.0
-    is_often = phi - tl.where(has_arrived, rate, 0.0) > threshold
-    c = tl.where(is_often, tl.load(pointers(factors, t)), tl.load(pointers(factors, t) + 1))
-    b = tl.math.sqrt_rn(phi) * beta
-    moment = pointers(moments, t) + at
-    own = tl.load(moment, mask=inside, other=0.0) * (b * again)
-    moved = own + (c * now * (1.0 - b)) * g
-    v = tl.load(pointers(squares, t) + at, mask=inside, other=0.0) * beta2
-    limits = tl.math.sqrt_rn(g * g * new + v) * tl.load(pointers(largest, t))
-    moved = tl.where(moved > limits, limits, tl.where(moved < -limits, -limits, moved))
-    tl.store(moment, moved - g * later, mask=inside)
+    place = tl.load(row + 6).to(tl.pointer_type(tl.uint8)) + first + lanes
+    before = tl.load(place, mask=inside, other=0).to(tl.int32)
+    after = tl.load(later + tl.where(arrives, CODES + before, before), mask=inside, other=0)
+    tl.store(place, after, mask=inside)
+    return before, after.to(tl.float32) * SHARE
+
+
+@triton.jit
+def sgd(
+    table: tl.tensor, owners: tl.tensor, rows: tl.tensor, sets: tl.tensor, later: tl.tensor
+) -> None:
+    """Update weights and momentum buffers, as `sgd` of `horovod_topk.updates.formulas`.
+
+    rows: as of `adam`; a momentum buffer is the first moment, and there are no more but the codes.
+    """
+    t, first, lanes, inside = spot(table, owners)
+    row = rows + t * ROW
+    own = numbers(sets, row)
+    weight, g, arrives = gradient_as_added(row, own, first, lanes, inside)
+    _, share = codes_of(row, first, lanes, inside, arrives, later)
+    momentum, rate, loss = number(own, 2), number(own, 3), number(own, 5)
+    buffer = pointers(row, 3) + first + lanes
+    phi = share * share * (share * share)
+    total = tl.load(buffer, mask=inside, other=0.0) * momentum + (1.0 - phi * loss) * g
+    step = (1.0 - share * momentum) * number(own, 6) * total
+    step = tl.where(number(own, 4) != 0.0, g + step * momentum, step)
+    tl.store(pointers(row, 1) + first + lanes, weight - step * rate, mask=inside)
+    tl.store(buffer, share * total, mask=inside)
+
+
+@triton.jit
+def farthest(rms: tl.tensor, reach: tl.tensor) -> tl.tensor:
+    """Return the largest step of a weight in learning rates, as `far` of the formulas."""
+    reach = rms * reach
+    reach = tl.where(reach < 1.0, 1.0, reach)
+    return tl.where(reach < FREE, reach, FREE)
+
+
+@triton.jit
+def factors_of(row: tl.tensor, before: tl.tensor, beta: tl.tensor) -> tl.tensor:
+    """Return the factor c of each element's class; 1 in Adam's first step, where `beta` is 0."""
+    factors = pointers(row, 7)
+    c = tl.where(before >= OFTEN, tl.load(factors), tl.load(factors + 1))
+    return tl.where(beta != 0.0, c, 1.0)
+
+
+@triton.jit
+def adam(
+    table: tl.tensor, owners: tl.tensor, rows: tl.tensor, sets: tl.tensor, later: tl.tensor
+) -> None:
+    """Update weights and moments, as `adam` of `horovod_topk.updates.formulas`.
+
+    rows: of each tensor, its set of numbers, and addresses of its weight, gradient, first and
+        second moment, largest second moment or 0, codes, factors of both classes, and rms.
+    """
+    t, first, lanes, inside = spot(table, owners)
+    row = rows + t * ROW
+    own = numbers(sets, row)
+    weight, g, arrives = gradient_as_added(row, own, first, lanes, inside)
+    before, share = codes_of(row, first, lanes, inside, arrives, later)
+    beta, now = number(own, 2), number(own, 5)
+    mean, square = pointers(row, 3) + first + lanes, pointers(row, 4) + first + lanes
+    v = tl.load(square, mask=inside, other=0.0) * number(own, 3) + g * g * number(own, 12)
+    tl.store(square, v, mask=inside)
+    root = tl.math.sqrt_rn(v)
+    b, factor = share * share * beta, factors_of(row, before, beta)
+    moment = tl.load(mean, mask=inside, other=0.0)
+    moment = b * number(own, 4) * moment + (1.0 - b) * (factor * now) * g
+    limits = root * (farthest(tl.load(pointers(row, 8)), number(own, 11)) * number(own, 10))
+    moment = tl.where(moment > limits, limits, moment)
+    moment = tl.where(moment < -limits, -limits, moment)
+    tl.store(mean, moment, mask=inside)
+    if tl.load(row + 5) != 0:
+        largest = pointers(row, 5) + first + lanes
+        most = tl.load(largest, mask=inside, other=0.0)
+        most = tl.where(most > v, most, v)
+        tl.store(largest, most, mask=inside)
+        root = tl.math.sqrt_rn(most)
+    step = quotient(moment, root * number(own, 8) + number(own, 9)) * number(own, 7)
+    tl.store(pointers(row, 1) + first + lanes, weight * number(own, 6) - step, mask=inside)

@@ -2,13 +2,14 @@
 # ruff: noqa: N803
 """Decode: scaled sums over payloads, a tile of a gradient at a time.
 
-Indices ascend within a tensor, so a tile's entries are consecutive in every payload: a first launch
-finds the first of them by binary search. A program of the second launch adds them, rank after rank,
-to its own row of scratch memory, then scales, casts and writes the tile.
+Indices ascend within a tensor, so a tile's entries are consecutive in every payload. A program
+finds those of all of its tiles by binary search. Then, tile after tile, it adds them, rank after
+rank, to its own row of scratch memory, and scales, casts and writes the tile.
 
-The row is global memory that some threads of a program write and others read. No other program
-accesses it, and within a program `debug_barrier` (bar.sync) orders the accesses; entries of one
-rank have distinct indices, so that they are independent between two barriers.
+The row, and where entries begin, are global memory that some threads of a program write and others
+read. No other program accesses it, and within a program `debug_barrier` (bar.sync) orders the
+accesses; entries of one rank have distinct indices, so that they are independent between two
+barriers.
 """
 
 from __future__ import annotations
@@ -39,33 +40,55 @@ def index_at(sections: tl.tensor, at: tl.tensor, widths: tl.tensor, mask: tl.ten
 
 
 @triton.jit
+def first_entry(
+    sections: tl.tensor,
+    widths: tl.tensor,
+    counts: tl.tensor,
+    targets: tl.tensor,
+    STEPS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tl.tensor:
+    """Return the first of a section's entries whose index is not below a target, in each lane."""
+    low, high = tl.zeros([LANES], tl.int32), counts
+    for _ in range(STEPS):
+        open_ = low < high
+        middle = low + (high - low) // 2
+        behind = index_at(sections, middle, widths, open_) < targets
+        low = tl.where(open_ & behind, middle + 1, low)
+        high = tl.where(open_ & (behind == 0), middle, high)
+    return low
+
+
+@triton.jit
 def locate(
     table: tl.tensor,
     owners: tl.tensor,
     gathered: tl.tensor,
     begins: tl.tensor,
     tiles: tl.tensor,
+    ranks: tl.tensor,
     payload_bytes: tl.tensor,
     STEPS: tl.constexpr,
     OUTPUT: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """begins[rank, tile] = the first entry of the rank that is not before the tile."""
-    rank = tl.program_id(1)
-    tile = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    real = tile < tiles
-    t = tl.load(owners + tile, mask=real, other=0)
-    width, target = number(table, t, WIDTH), (tile - number(table, t, TILE0)) * OUTPUT
-    section = gathered + rank.to(tl.int64) * payload_bytes + field(table, t, INDEX_AT)
-    low, high = tl.zeros([LANES], tl.int32), number(table, t, K)
-    high = tl.where(real & (width > 0), high, 0)
-    for _ in range(STEPS):
-        open_ = low < high
-        middle = low + (high - low) // 2
-        behind = index_at(section, middle, width, open_) < target
-        low = tl.where(open_ & behind, middle + 1, low)
-        high = tl.where(open_ & (behind == 0), middle, high)
-    tl.store(begins + rank * tiles + tile, low, mask=real)
+    """begins[rank, tile] = where a tile's entries begin and end, for all tiles of a program."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    count = (tiles - program + programs - 1) // programs * ranks
+    for at in range(0, count, LANES):
+        lane = at + tl.arange(0, LANES)
+        rank, tile, real = lane % ranks, program + lane // ranks * programs, lane < count
+        t = tl.load(owners + tile, mask=real, other=0)
+        width, first = number(table, t, WIDTH), (tile - number(table, t, TILE0)) * OUTPUT
+        section = gathered + rank.to(tl.int64) * payload_bytes + field(table, t, INDEX_AT)
+        k = number(table, t, K)
+        k = tl.where(real & (width > 0), k, 0)
+        begin = first_entry(section, width, k, first, STEPS, LANES)
+        end = first_entry(section, width, k, first + OUTPUT, STEPS, LANES)
+        last = number(table, t, NUMEL) - first <= OUTPUT  # tile of its tensor
+        place = begins + (rank * tiles + tile) * 2
+        tl.store(place, begin, mask=real)
+        tl.store(place + 1, tl.where(last, k, end), mask=real)
 
 
 @triton.jit
@@ -132,13 +155,10 @@ def add_ranks(
     values = gathered + field(table, t, VALUE_AT)
     indices = gathered + field(table, t, INDEX_AT)
     wide = payload_bytes.to(tl.int64)
-    size = number(table, t, NUMEL) - first
-    more = size > OUTPUT  # whether this tensor has another tile
-    size = tl.minimum(size, OUTPUT)
+    size = tl.minimum(number(table, t, NUMEL) - first, OUTPUT)
     for rank in range(ranks):
-        here = begins + rank * tiles + tile
-        begin, end = tl.load(here), tl.load(here + 1, mask=more, other=0)
-        end = tl.where(more, end, k)
+        here = begins + (rank * tiles + tile) * 2
+        begin, end = tl.load(here), tl.load(here + 1)
         skip = rank * wide
         add_entries(
             row, values + skip, k, indices + skip, width, first, size, begin, end, VALUES, LANES,
@@ -270,15 +290,23 @@ def gather(
     KIND: tl.constexpr,
     VALUES: tl.constexpr,
     RANKS_ROOM: tl.constexpr,
+    STEPS: tl.constexpr,
     OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """The kernel of the second launch: one program decodes many tiles. rows: [programs, OUTPUT]."""
+    """Decode a bucket: one program decodes many tiles.
+
+    begins: [ranks, tiles, 2]; rows: [programs, OUTPUT].
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
     row = rows + program.to(tl.int64) * OUTPUT
     for at in range(0, OUTPUT, BLOCK):
         tl.store(row + at + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32))
+    if STEPS > 0:
+        locate(
+            table, owners, gathered, begins, tiles, ranks, payload_bytes, STEPS, OUTPUT, LANES
+        )  # fmt: skip
     tl.debug_barrier()
     for tile in range(program, tiles, programs):
         t = tl.load(owners + tile)

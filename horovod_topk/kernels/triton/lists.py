@@ -1,24 +1,24 @@
 """Launches Triton kernels that compute with lists of tensors, once for all tensors of a list.
 
 Functions are named after those of `horovod_topk.ops.protocol.Ops` (`Ops`), and compute the same.
-Their tensors have to pass `suit`, or, where a kernel writes to them, `fit`.
+Their tensors have to pass `suit`. Those that are not in row-major order in memory are copied.
 """
 
 from __future__ import annotations
 
 import functools
-import struct
+from array import array
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from horovod_topk.kernels.triton import elements, samples
-from horovod_topk.kernels.triton.launching import EIGHT_WARPS, FOUR_WARPS, launch, on
-from horovod_topk.kernels.triton.memory import Addresses, current_stream, is_packed, packed
+from horovod_topk.kernels.triton.launching import EIGHT_WARPS, SIXTEEN_WARPS, launch, on
+from horovod_topk.kernels.triton.memory import Addresses, current_stream, note_writing, packed
 from horovod_topk.ops.protocol import Place
 
-BLOCK = int(elements.BLOCK)
+BLOCK, NUMBERS, SMALL = int(elements.BLOCK), int(elements.NUMBERS), int(samples.SMALL)
 KEPT = 4096  # arrays of addresses for lists of equal sizes
 
 
@@ -30,26 +30,6 @@ def suit(*lists: Sequence[Tensor]) -> bool:
             if tensor.dtype is not torch.float32 or tensor.get_device() != device:
                 return False
     return True
-
-
-def fit(*lists: Sequence[Tensor]) -> bool:
-    """Return whether kernels can write to tensors: they pass `suit` and are in row-major order."""
-    return suit(*lists) and all(is_packed(tensor) for tensors in lists for tensor in tensors)
-
-
-def follow(mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) -> None:
-    """Update the mean that says how often each element arrives, as `Ops.follow` does."""
-    layout, flat = _layout_of(gradients), [*map(packed, gradients)]
-    with on(mean.device):
-        given = layout.point_to("follow", flat)
-        layout.launch(elements.follow, given, mean, out, 1.0 - rate, rate)
-
-
-def limit(arrays: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply each tensor in place by its factor if that is below 1, as `Ops.limit` does."""
-    layout = _layout_of(arrays)
-    with on(factors.device):
-        layout.launch(elements.limit, layout.point_to("limit", arrays), factors)
 
 
 def lost(
@@ -67,7 +47,7 @@ def lost(
     with on(arrivals.device):
         given = table.point_to("lost", flat)
         arrays = table.array, given, *residuals, arrivals, *states
-        launch(samples.lost, (len(places),), *arrays, **EIGHT_WARPS)
+        launch(samples.lost, (len(places),), *arrays, **SIXTEEN_WARPS)
 
 
 def energies(
@@ -75,16 +55,20 @@ def energies(
     arrivals: Tensor,
     places: tuple[Place, ...],
     states: Sequence[Tensor],
+    told: Tensor,
     numbers: tuple[float, float, float],
 ) -> None:
     """Compute energies of exchanged gradients and Adam's factors, as `Ops.energies` does."""
     table, flat = _places(places, arrivals.device), [*map(packed, gradients)]
+    *sums, gains, factors = states
     factor, ranks, least = numbers
+    sent = told.view(torch.float32)
     with on(arrivals.device):
         given = table.point_to("energies", flat)
-        arrays = table.array, given, arrivals, *states
-        each = factor, 0.5 / ranks, least * least - 1.0
-        launch(samples.energies, (len(places),), *arrays, *each, **EIGHT_WARPS)
+        arrays = table.array, given, arrivals, *sums, sent, gains, factors
+        rows = sent.stride(0), sent.shape[0]
+        each = *rows, factor, 0.5 / ranks, 1.0 / sent.shape[0], least * least - 1.0
+        launch(samples.energies, (len(places),), *arrays, *each, **SIXTEEN_WARPS)
 
 
 def spikes(
@@ -96,66 +80,70 @@ def spikes(
     factors: Tensor,
     numbers: tuple[float, float],
 ) -> None:
-    """Compute mean norms of exchanged gradients and SGD's factors, as `Ops.spikes` does."""
+    """Compute mean norms of exchanged gradients, and limit sudden ones, as `Ops.spikes` does."""
     table, flat = _places(places, scales.device), [*map(packed, gradients)]
     rate, spike = numbers
+    large = _layout(tuple(g.numel() if g.numel() > SMALL else 0 for g in flat), scales.device)
     with on(scales.device):
         given = table.point_to("spikes", flat)
         arrays = table.array, given, scales, *means, factors
         launch(
-            samples.spikes, (len(places),), *arrays, 1.0 / gain, rate - 1.0, spike, **EIGHT_WARPS
+            samples.spikes, (len(places),), *arrays, 1.0 / gain, rate - 1.0, spike, **SIXTEEN_WARPS
         )
+        large.launch(elements.limit, given, factors)
+    for gradient, limited in zip(gradients, flat, strict=True):
+        _return(gradient, limited)
 
 
-def prepare_buffers(
-    lists: Sequence[Sequence[Tensor]], losses: Sequence[float], momentum: float, decay: float
+def rms(arrays: Sequence[Tensor], places: tuple[Place, ...]) -> Tensor:
+    """Return the root mean squares of samples of tensors, which `suit`."""
+    table, flat = _places(places, arrays[0].device), [*map(packed, arrays)]
+    out = torch.empty(len(arrays), device=arrays[0].device)
+    with on(out.device):
+        given = table.point_to("rms", flat)
+        launch(samples.rms, (len(places),), table.array, given, out, **SIXTEEN_WARPS)
+    return out
+
+
+def update(
+    tensors: Sequence[Sequence[Tensor]],
+    others: Sequence[Sequence[Tensor]],
+    numbers: Sequence[tuple[float, ...]],
+    later: Tensor,
 ) -> None:
-    """Prepare SGD's momentum buffers for its own update, as `ops.torch_buffers` does.
+    """Update tensors of one optimizer, and how often their elements arrive: by one launch.
 
     Args:
-        lists: buffers, gradients as SGD adds them, parameters and arrivals, which `fit`.
-        losses: what an element of each tensor that always arrives loses.
-        momentum, decay: the optimizer's.
+        tensors: a weight, its gradient and moments: SGD's momentum buffer, or Adam's two or three.
+        others: of each tensor, the codes; for Adam, also the factors of both classes, and the rms.
+        numbers: of each tensor, 1, or -1 to maximize, and the decay of weights. Then SGD's mu, lr,
+            nesterov, loss and 1 / (1 - mu), or Adam's `beta1`, `beta2`, `again`, `now`, `stays`,
+            `rate`, `scale`, `eps`, `most`, `reach` and 1 - `beta2` of the formulas.
+        later: codes after a step, of elements that do not arrive and of those that do.
     """
-    layout = _layout_of(lists[0])
-    with on(lists[0][0].device):
-        given = [
-            layout.point_to(name, tensors)
-            for name, tensors in zip(("buffers", "added", "parameters", "phi"), lists, strict=True)
-        ]
-        bits = layout.store("losses", [_bits(loss) for loss in losses], lists[0][0].data_ptr())
-        numbers = momentum, 1.0 - momentum, decay
-        layout.launch(elements.prepare_buffer, *given, bits, *numbers, DECAYS=decay != 0.0)
-
-
-def restore_buffers(buffers: Sequence[Tensor], arrivals: Sequence[Tensor], momentum: float) -> None:
-    """Turn prepared buffers back into dense SGD's, after the optimizer's update."""
-    layout = _layout_of(buffers)
-    with on(buffers[0].device):
-        given = layout.point_to("buffers", buffers), layout.point_to("phi", arrivals)
-        layout.launch(elements.restore_buffer, *given, momentum, (1.0 - momentum) / momentum)
-
-
-def prepare_moments(lists: Sequence[Sequence[Tensor]], numbers: Sequence[float]) -> None:
-    """Prepare Adam's first moments for its own update, as `ops.torch_moments` does.
-
-    Args:
-        lists: moments, gradients as Adam adds them, exchanged gradients, arrivals, mean squares,
-            factors of both classes, and the largest |m'| where v is 1; they `fit`.
-        numbers: those of `horovod_topk.kernels.triton.elements.prepare_moment`, in its order.
-    """
-    layout = _layout_of(lists[0])
-    names = "moments", "added", "gradients", "phi", "squares", "factors", "largest"
-    with on(lists[0][0].device):
-        given = [layout.point_to(*each) for each in zip(names, lists, strict=True)]
-        layout.launch(elements.prepare_moment, *given, *numbers)
+    flat = [[*map(packed, own)] for own in tensors]
+    sets, rows = dict[tuple[float, ...], int](), list[int]()
+    for own, more, of in zip(flat, others, numbers, strict=True):
+        rows.append(sets.setdefault(of, len(sets)))
+        rows += [*map(Tensor.data_ptr, own), *[0] * (5 - len(own))]
+        rows += [*map(Tensor.data_ptr, more), *[0] * (3 - len(more))]
+    padded = [number for of in sets for number in (*of, *[0.0] * NUMBERS)[:NUMBERS]]
+    layout = _layout_of([weight for weight, *_ in flat])
+    kernel = elements.adam if len(others[0]) > 1 else elements.sgd
+    with on(later.device):
+        both = layout.store("rows", rows, rows[1]), layout.store("sets", _bits(padded), rows[1])
+        layout.launch(kernel, *both, later)
+    for given, written in zip(tensors, flat, strict=True):
+        for at, each in enumerate(written):
+            if at != 1:
+                _return(given[at], each)
 
 
 class _Memory:
     """Keeps addresses of lists of tensors on their device; not for use in CUDA graphs."""
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._count, self._device = count, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._known: dict[Hashable, Addresses] = {}
 
     def point_to(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
@@ -169,11 +157,11 @@ class _Memory:
         Lists of equal sizes, as of a transformer's layers, have an array each, and streams too.
         They are told apart by the address of their first tensor.
         """
-        key = name, current_stream(self._device), first
+        key = name, current_stream(self._device), first, len(numbers)
         if key not in self._known:
             if len(self._known) >= KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[key] = Addresses(self._count, self._device)
+            self._known[key] = Addresses(len(numbers), self._device)
         return self._known[key].store(numbers)
 
 
@@ -181,12 +169,11 @@ class _Layout(_Memory):
     """Divides a list of tensors into blocks, one for each program of a kernel."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        super().__init__(len(sizes), device)
-        rows, owners, start = list[int](), list[int](), 0
+        super().__init__(device)
+        rows, owners = list[int](), list[int]()
         for position, numel in enumerate(sizes):
-            rows += [numel, start, len(owners)]
+            rows += [numel, len(owners)]
             owners += [position] * -(-numel // BLOCK)
-            start += numel
         self._programs = len(owners)
         self._table = torch.tensor(rows, device=device)
         self._owners = torch.tensor(owners or [0], dtype=torch.int32, device=device)
@@ -195,14 +182,14 @@ class _Layout(_Memory):
         """Launch one program for each block."""
         if self._programs:
             both = self._table, self._owners
-            launch(kernel, (self._programs,), *both, *arguments, **constants, **FOUR_WARPS)
+            launch(kernel, (self._programs,), *both, *arguments, **constants, **EIGHT_WARPS)
 
 
 class _Places(_Memory):
     """Keeps on a device where samples of a list of tensors are."""
 
     def __init__(self, places: Sequence[Place], device: torch.device) -> None:
-        super().__init__(len(places), device)
+        super().__init__(device)
         self.array = torch.tensor(places, device=device).flatten()
 
 
@@ -220,6 +207,13 @@ def _places(places: tuple[Place, ...], device: torch.device) -> _Places:
     return _Places(places, device)
 
 
-def _bits(number: float) -> int:
-    """Return the bits of a float32."""
-    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+def _return(tensor: Tensor, written: Tensor) -> None:
+    """Note that a kernel has written to a tensor, or to its copy, which is copied back."""
+    note_writing(tensor)
+    if written is not tensor:
+        tensor.copy_(written)
+
+
+def _bits(numbers: list[float]) -> list[int]:
+    """Return the bits of numbers as float32."""
+    return array("i", array("f", numbers).tobytes()).tolist()

@@ -63,7 +63,7 @@ class Addresses:
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._array = torch.zeros(max(1, count), dtype=torch.int64, device=device)
+        self._array = torch.empty(max(1, count), dtype=torch.int64, device=device)
         self._latest: list[int] = []
         self._in_graph = False
         self._kept: list[Tensor] = []  # arrays that graphs read

@@ -16,9 +16,11 @@ from horovod_topk.kernels.triton.elements import pointers, quotient
 from horovod_topk.ops import coding
 
 BLOCK = tl.constexpr(coding.SHARD_BLOCK)
-ROWS = tl.constexpr(16)  # blocks added at once
+ROWS = tl.constexpr(8)  # blocks added at once
 COLUMNS = tl.constexpr(6)  # numbers of a `Place`
-OFTEN = tl.constexpr(0.5)  # phi of elements that arrive often is above this
+OFTEN = tl.constexpr(coding.OFTEN)  # least code of elements that arrive often
+STRETCH = tl.constexpr(1 << 14)  # elements multiplied at once
+SMALL = tl.constexpr(1 << 22)  # elements of a tensor that one program may multiply
 LARGEST = tl.constexpr(coding.LIMIT)
 TINY = tl.constexpr(2.0**-100)
 
@@ -55,6 +57,7 @@ def summed(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Add up energies of the elements of a tensor that arrive often, and of its others.
 
+    arrivals: codes of all tensors, uint8.
     factor: of the gradients.
     KEEPS: energies that error feedback takes away, given residuals; else those of the gradients.
     """
@@ -75,9 +78,9 @@ def summed(
             left = tl.load(after + kept, mask=inside, other=0.0)
             is_sent = tl.abs(a - left) * 2.0 > tl.abs(a)
             energy = energy - tl.where(is_sent, a * a - left * left, 0.0)
-        phi = tl.load(arrivals + whole + at, mask=inside, other=0.0)
-        often += tl.where(phi > OFTEN, energy, 0.0).to(tl.float64)
-        rarely += tl.where(phi > OFTEN, 0.0, energy).to(tl.float64)
+        code = tl.load(arrivals + whole + at, mask=inside, other=0).to(tl.int32)
+        often += tl.where(code >= OFTEN, energy, 0.0).to(tl.float64)
+        rarely += tl.where(code >= OFTEN, 0.0, energy).to(tl.float64)
     return tl.sum(often), tl.sum(rarely)
 
 
@@ -118,15 +121,21 @@ def settle(
     fading: tl.tensor,
     before: tl.tensor,
     after: tl.tensor,
-    lost: tl.tensor,
+    told: tl.tensor,
+    width: tl.tensor,
+    ranks: tl.tensor,
     gains: tl.tensor,
     factors: tl.tensor,
     by_ranks: tl.tensor,
+    unit: tl.tensor,
     least: tl.tensor,
 ) -> None:
     """Store E' and c of class number `at`, given its energy in this step."""
     energy = fade(at, now, fading, before, after)
-    less = tl.load(lost + at)
+    less = tl.zeros([], tl.float32)
+    for rank in range(ranks):
+        less += tl.load(told + rank * width + at)
+    less *= unit
     over = (tl.abs(less) - less) * by_ranks
     over = tl.minimum(over, energy * tl.load(gains + at))
     less = (less + tl.abs(less)) * 0.5 - over
@@ -144,23 +153,55 @@ def energies(
     fading: tl.tensor,
     before: tl.tensor,
     after: tl.tensor,
-    lost: tl.tensor,
+    told: tl.tensor,
     gains: tl.tensor,
     factors: tl.tensor,
+    width: tl.tensor,
+    ranks: tl.tensor,
     factor: tl.tensor,
     by_ranks: tl.tensor,
+    unit: tl.tensor,
     least: tl.tensor,
 ) -> None:
     """Compute each tensor's E' and c of both classes, after the exchange: `Ops.energies`.
 
-    factor: of gradients; by_ranks: 1 / 2R; least: the least c^2, less 1.
+    told: D' of each of `ranks` payloads, every `width` numbers; factor: of gradients; by_ranks: 1 /
+    2R; unit: 1 / ranks; least: the least c^2, less 1.
     """
     t = tl.program_id(0)
-    often, rarely = summed(table, t, gradients, arrivals, arrivals, arrivals, factor, False)
+    often, rarely = summed(table, t, gradients, scales, scales, arrivals, factor, False)
     scale = tl.load(scales + t)
-    numbers = often.to(tl.float32) * scale, rarely.to(tl.float32) * scale
-    settle(2 * t, numbers[0], fading, before, after, lost, gains, factors, by_ranks, least)
-    settle(2 * t + 1, numbers[1], fading, before, after, lost, gains, factors, by_ranks, least)
+    one, other = often.to(tl.float32) * scale, rarely.to(tl.float32) * scale
+    settle(
+        2 * t, one, fading, before, after, told, width, ranks, gains, factors, by_ranks, unit, least
+    )
+    settle(
+        2 * t + 1, other, fading, before, after, told, width, ranks, gains, factors, by_ranks, unit,
+        least,
+    )  # fmt: skip
+
+
+@triton.jit
+def squares(table: tl.tensor, t: tl.tensor, arrays: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Add up squares of a tensor's sample, and return their sum and the sample's size."""
+    numel, shards, first, parts, blocks = place(table, t)
+    source = pointers(arrays, t)
+    total = tl.zeros([ROWS, BLOCK], tl.float64)
+    for begin in range(0, blocks, ROWS):
+        block = ((begin + tl.arange(0, ROWS)) * parts)[:, None].to(tl.int64)
+        at = (block * shards + first) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        each = tl.load(source + at, mask=at < numel, other=0.0)
+        total += (each * each).to(tl.float64)
+    end = ((blocks - 1) * parts * shards + first + 1) * BLOCK  # of its last block, if that is whole
+    return tl.sum(total), blocks * BLOCK - tl.maximum(end - numel, 0)
+
+
+@triton.jit
+def rms(table: tl.tensor, arrays: tl.tensor, out: tl.tensor) -> None:
+    """Store the root of the mean square of each tensor's sample."""
+    t = tl.program_id(0)
+    total, count = squares(table, t, arrays)
+    tl.store(out + t, tl.math.sqrt_rn(quotient(total.to(tl.float32), count.to(tl.float32))))
 
 
 @triton.jit
@@ -175,21 +216,16 @@ def spikes(
     slowly: tl.tensor,
     spike: tl.tensor,
 ) -> None:
-    """Compute each tensor's mean norm, and the factor that limits a sudden norm: `Ops.spikes`.
+    """Compute each tensor's mean norm, and limit a sudden norm by a factor: `Ops.spikes`.
 
-    ungain: factor of gradients; slowly: weight of the present step, less 1.
+    Larger tensors than `SMALL` are left to `limit`, which has many programs for each.
+
+    ungain: factor of norms; slowly: weight of the present step, less 1.
     """
     t = tl.program_id(0)
-    numel, shards, first, parts, blocks = place(table, t)
-    source = pointers(gradients, t)
-    summed = tl.zeros([ROWS, BLOCK], tl.float64)
-    for begin in range(0, blocks, ROWS):
-        block = ((begin + tl.arange(0, ROWS)) * parts)[:, None].to(tl.int64)
-        at = (block * shards + first) * BLOCK + tl.arange(0, BLOCK)[None, :]
-        g = tl.load(source + at, mask=at < numel, other=0.0) * ungain
-        summed += (g * g).to(tl.float64)
-    scaled = tl.sum(summed).to(tl.float32) * tl.load(scales + t)
-    norm = tl.math.sqrt_rn(finite(scaled))
+    total, _ = squares(table, t, gradients)
+    scaled = total.to(tl.float32) * tl.load(scales + t)
+    norm = tl.math.sqrt_rn(finite(scaled)) * ungain
     mean = tl.load(before + t)
     is_known, counts = mean > 0.0, norm > 0.0
     rate = tl.where(is_known, slowly + 1.0, 1.0)
@@ -197,4 +233,12 @@ def spikes(
     tl.store(after + t, finite(now))
     allowed = finite(tl.where(counts, quotient(mean * spike, tl.where(counts, norm, 1.0)), 0.0))
     factor = tl.where(is_known & counts & (allowed < 1.0), (allowed - 1.0) + 1.0, 1.0)
-    tl.store(factors + t, tl.where(is_known & (scaled > LARGEST), TINY, factor))
+    factor = tl.where(is_known & (scaled > LARGEST), TINY, factor)
+    tl.store(factors + t, factor)
+    numel = tl.load(table + t * COLUMNS + 2)
+    if (factor < 1.0) & (numel <= SMALL):
+        source = pointers(gradients, t)
+        for begin in range(0, numel, STRETCH):
+            at = begin + tl.arange(0, STRETCH)
+            g = tl.load(source + at, mask=at < numel, other=0.0)
+            tl.store(source + at, g * factor, mask=at < numel)

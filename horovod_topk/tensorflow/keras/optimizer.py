@@ -20,12 +20,12 @@ from horovod_topk.core.base_compressor import why_inactive
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.keras.adafactor import Floored
-from horovod_topk.tensorflow.keras.arrivals import following
 from horovod_topk.tensorflow.keras.copying import blank, copied, with_loss_scale
 from horovod_topk.tensorflow.momentum import Fitted, compresses, fitted_to
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
 from horovod_topk.tensorflow.sparse import summed
+from horovod_topk.tensorflow.updates import Updates
 from horovod_topk.tensorflow.xla import refuse_xla
 from horovod_topk.tensorflow.zeros import check_bears_zeros
 
@@ -125,12 +125,12 @@ def _own_class(optimizer: Any, fitted: Fitted | None) -> Any:
     """The class whose updates fit compressed gradients; None: the optimizer's own."""
     if fitted is None:
         return None
-    if fitted.arrivals is not None:
-        return following(optimizer, fitted.arrivals)
     base = type(optimizer)
+    members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+    if fitted.updates is not None:
+        return type(base.__name__, (_Updates, base), members | {"_topkef_updates": fitted.updates})
     if not isinstance(optimizer, keras.optimizers.Adafactor):
         return None
-    members = {"__module__": base.__module__, "__doc__": base.__doc__}
     return type(base.__name__, (Floored, base), members)
 
 
@@ -217,6 +217,20 @@ class _InOneReplica:
         if tf.distribute.has_strategy():
             return super()._all_reduce_sum_gradients(grads_and_vars)  # type: ignore[misc]
         return grads_and_vars
+
+
+class _Updates:
+    """Mixin for a Keras 3 optimizer whose updates depend on how often elements arrive."""
+
+    _topkef_updates: Updates
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        base: Any = super()
+        rest = self._topkef_updates.apply(self, list(zip(grads, trainable_variables, strict=True)))
+        if rest:
+            base._backend_update_step(*map(list, zip(*rest, strict=True)), learning_rate)
 
 
 class _Exchanges(_InOneReplica):

@@ -122,9 +122,10 @@ def test_the_default_depends_on_the_kind_of_optimizer(
 ) -> None:
     setup = Setup(optimizer=optimizer)
     for compression in (DefaultTopKEF, DefaultTopKEF()):
-        config = TopKEF.of(setup.distributed(setup.task(), compression))._compressor.plan.config
+        plan = TopKEF.of(setup.distributed(setup.task(), compression))._compressor.plan
+        config, follows = plan.config, plan.follows and plan.follows.name
         assert (config.values, config.ratio, config.follow_lr) == ("int4", 0.02, True)
-        assert (config.momentum, config.stretches, config.by_arrivals) == (0.0, early, rule)
+        assert (config.momentum, config.stretches, follows) == (0.0, early, rule)
 
 
 def auto(**settings: Any) -> TopKEF:

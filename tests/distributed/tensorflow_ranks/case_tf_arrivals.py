@@ -17,6 +17,8 @@ from tapes import noise
 
 from horovod_topk import checkpoint
 from horovod_topk.guard import Guard
+from horovod_topk.ops.coding import OFTEN
+from horovod_topk.updates.formulas import AFTER, arrives_often, share
 from plain import PlainTopKEF as TopKEF
 
 LR, DECAY, STEPS, SHAPE = 0.15, 0.125, 8, (60, 20)
@@ -78,20 +80,25 @@ class Run:
             mine.assign(its)
 
 
+def codes_after(codes: Any, gradient: Any) -> Any:
+    """Codes of phi after a step with a gradient."""
+    return np.array(AFTER, "u1")[np.where(gradient != 0, 1, 0), codes]
+
+
 class Reference:
-    """Adam by the formulas of `horovod_topk.core.arrivals`, in float64."""
+    """Adam by the formulas of `horovod_topk.updates.formulas`, in float64."""
 
     def __init__(self, start: Any, decay: float) -> None:
         self.p, self.decay, self.steps = np.array(start, "f8"), decay, 0
-        self.m, self.v, self.phi = (np.zeros_like(self.p) for _ in range(3))
+        self.m, self.v = np.zeros_like(self.p), np.zeros_like(self.p)
+        self.codes = np.zeros(SHAPE, "u1")
 
     def step(self, gradient: Any, factors: Any) -> None:
-        often = self.phi > 0.5
-        self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
+        often, self.codes = arrives_often(self.codes), codes_after(self.codes, gradient)
         g, self.steps = np.array(gradient, "f8"), self.steps + 1
         self.p *= 1 - LR * self.decay
         far = max(1.0, 0.2 * np.sqrt(np.square(self.p).mean()) / LR) if self.steps > 4 else 1.0
-        b = BETAS[0] * self.phi**0.5 * (self.steps > 1)
+        b = BETAS[0] * share(self.codes) ** 2 * (self.steps > 1)
         c = np.where(often, *factors) if self.steps > 1 else 1.0
         self.m = b * self.m + (1 - b) * c * g
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g**2
@@ -114,11 +121,11 @@ def test_updates_are_those_of_the_formula(kind: str, graph: bool) -> None:
     reference = Reference(run.variable.numpy(), settings.get("weight_decay", 0.0))
     for step in range(STEPS):
         applied = run.take(step)
-        factors, phi = run.state("factors"), run.state("arrivals").reshape(SHAPE)
+        factors, codes = run.state("factors"), run.state("arrivals").reshape(SHAPE)
         reference.step(applied, factors)
-        np.testing.assert_allclose(phi, reference.phi, 1e-5, 1e-6)
+        assert np.array_equal(codes, reference.codes)
         np.testing.assert_allclose(run.variable.numpy(), reference.p, 1e-4, 2e-5)
-        assert_ranks_equal([run.variable.numpy(), factors, phi])
+        assert_ranks_equal([run.variable.numpy(), factors, codes])
     assert 0.0999 < TopKEF.of(run.optimizer).stats().step_factor < 0.95
 
 
@@ -208,13 +215,13 @@ def test_after_a_fall_back_steps_become_adams_own(library: Any) -> None:
     run = Run(library, library.optimizers.Adam, auto(guard=guard, name="falls"), graph=True)
     for step in range(3):
         run.take(step)
-    assert run.state("arrivals").min() < 0.5
+    assert run.state("arrivals").min() < OFTEN
     for _ in range(2):
         run._apply(tf.fill(SHAPE, np.nan))
     run.variable.assign(noise(9, 0, SHAPE))
     for step in range(25):
         run.take(step)
-    assert run.state("arrivals").min() > 0.9
+    assert run.state("arrivals").min() == 255
     assert run.state("factors")[0] > 0.99
 
 

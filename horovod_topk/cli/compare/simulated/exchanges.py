@@ -17,17 +17,17 @@ from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Exchange as Route
 from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
 from horovod_topk.core.exchange.selection import choose, make_exchange
-from horovod_topk.core.momentum import Momenta
+from horovod_topk.core.follower import Follow
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, make_plan
 from horovod_topk.core.rates import Rates, fall_of
 from horovod_topk.core.substitute import Substitute
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch_training.adam import AdamSteps, arrived, second_moments
 from horovod_topk.torch_training.momentum import fit_momentum
-from horovod_topk.torch_training.sgd import SgdSteps
 from horovod_topk.torch_training.specs import spec_of
+from horovod_topk.torch_training.updates import Updates, moments
+from horovod_topk.updates.tracker import Rule, Tracker
 
 Gradients = list[Tensor]  # gradients of one rank, in the order of the model's parameters
 
@@ -100,19 +100,18 @@ def compressed(
     method = METHODS[asked.name]
     settings, deferred = split_deferred({**method.for_training, **asked.settings})
     config = method(**settings)
-    config = fit_momentum(optimizer, config, deferred)
+    config, rule = fit_momentum(optimizer, config, deferred)
     if "follow_lr" in deferred:
         config = replace(config, follow_lr=True)
     names = {p: name for name, p in model.named_parameters()}
-    moments = partial(second_moments, lambda: optimizer, names)
-    momenta = Momenta(config, moments) if config.follows_energies else None
-    made = Compressed(model, ranks, config, momenta)
-    steps: AdamSteps | SgdSteps = SgdSteps(names, lambda: made.compressors[0])
-    if config.follows_energies:
-        steps = AdamSteps(names, lambda: arrived(made.compressors[0]))
-    if config.follows_arrivals:
-        optimizer.register_step_pre_hook(lambda it, *_: steps.prepare(it))
-        optimizer.register_step_post_hook(lambda *_: steps.restore())
+    follow = None
+    if rule is not None:
+        follow = Tracker(rule, TorchOps(), lambda: moments(optimizer, names)).follow
+    made = Compressed(model, ranks, config, rule, follow)
+    if rule is not None:
+        updates = Updates(names, lambda: made.compressors[0])
+        optimizer.register_step_pre_hook(lambda it, *_: updates.begin(it))
+        optimizer.register_step_post_hook(lambda it, *_: updates.end(it))
     if config.follow_lr:
         made.follow(optimizer)
     return made
@@ -122,16 +121,25 @@ class Compressed:
     """One compressor for each rank, over one loopback network."""
 
     def __init__(
-        self, model: nn.Module, ranks: int, config: Method, momenta: Momenta | None = None
+        self,
+        model: nn.Module,
+        ranks: int,
+        config: Method,
+        rule: Rule | None = None,
+        follow: Follow | None = None,
     ) -> None:
         self._positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-        ops, wire, plan = TorchOps(), Loopback(ranks), plan_of(model, config)
+        ops, wire = TorchOps(), Loopback(ranks)
+        plan = plan_of(model, config).under(config, rule)
         routes = [exchange_of(plan, wire, rank) for rank in range(ranks)]
         self._plan = plan
         self.compressors = [
-            Compressor(plan, ops, PayloadCodec(ops), route, "simulated", momenta)
+            Compressor(plan, ops, PayloadCodec(ops), route, "simulated", follow=follow)
             for route in routes
         ]
+        first, *others = self.compressors
+        for each in others:
+            each.share_with(first)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Rescale residuals by the learning rate of the optimizer's first parameter group."""

@@ -1,0 +1,169 @@
+"""Updates that take the place of those of Keras' SGD, Adam and AdamW: `updates.tensorflow`.
+
+They do what `update_step` and its like do. What Keras does around these stays: clipping, weight
+decay, averages of weights, loss scales and accumulation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_topk.core.optimizers import warn_of_unknown
+from horovod_topk.tensorflow.learning_rates import rate_of
+from horovod_topk.tensorflow.planning import unwrap
+from horovod_topk.tensorflow.sparse import is_sparse
+from horovod_topk.tensorflow.state import OptimizerState
+from horovod_topk.updates.tensorflow import Numbers, update, wide
+from horovod_topk.updates.tracker import Rule
+
+Pairs = Sequence[tuple[Any, Any]]  # gradients and their variables
+
+
+@dataclass
+class Updates:
+    """Updates of one SGD, Adam or AdamW of Keras 3 or tf-keras, legacy or not."""
+
+    rule: Rule
+    beta2: float = 0.0  # Adam's
+    is_on: bool = field(default=True, compare=False)  # False: variables are too narrow for it
+    _states: weakref.WeakValueDictionary[int, OptimizerState] = field(
+        default_factory=weakref.WeakValueDictionary, compare=False, repr=False
+    )  # state of the exchange of each variable, by its id
+
+    def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> list[str]:
+        """Leave updates as they are if a variable is narrower than float32.
+
+        Returns:
+            The warnings that were given: one or none.
+        """
+        for inner in map(unwrap, variables) if self.is_on else ():
+            if inner.dtype not in (tf.float32, tf.float64):
+                self.is_on, kind = False, type(optimizer).__name__
+                self._states.clear()
+                why = f"variable {inner.name!r} is {inner.dtype.name}"
+                return [warn_of_unknown(kind, why)]
+        return []
+
+    def follow(self, state: OptimizerState, variables: Iterable[Any]) -> None:
+        """Note the state of these variables' exchange."""
+        for variable in variables if self.is_on else ():
+            self._states[id(unwrap(variable))] = state
+
+    def moments(self, optimizer: Any, variables: Iterable[Any]) -> tuple[float, list[Any]]:
+        """Return Adam's beta 2 and mean square of each variable, or None; SGD has no squares."""
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        if not (self.is_on and self.rule.normalises):
+            return 0.0, []
+        return self.beta2, [_square_of(optimizer, variable) for variable in variables]
+
+    def apply(self, optimizer: Any, pairs: Pairs) -> list[tuple[Any, Any]]:
+        """Update the variables whose exchange is followed.
+
+        Returns:
+            The pairs of other variables, which the optimizer updates by itself.
+        """
+        found: dict[tuple[OptimizerState, Any], list[tuple[Any, Any]]] = {}
+        rest = list[tuple[Any, Any]]()
+        for gradient, variable in pairs:
+            inner = unwrap(variable)
+            state = self._states.get(id(inner))
+            if state is None or is_sparse(gradient) or not state.follows(inner):
+                rest.append((gradient, variable))
+            else:
+                pair = tf.cast(gradient, inner.dtype), variable
+                found.setdefault((state, inner.dtype), []).append(pair)
+        numbers = _numbers_of(optimizer) if found else None
+        for (state, _), own in found.items():
+            assert numbers is not None
+            slots = [list(map(unwrap, slots_of(optimizer, variable))) for _, variable in own]
+            variables = [unwrap(variable) for _, variable in own]
+            gradients, known = [gradient for gradient, _ in own], state.followed(variables)
+            update(gradients, variables, slots, numbers, known)
+        return rest
+
+
+def update_tf_keras(optimizer: Any, updates: Updates) -> None:
+    """Have a tf-keras optimizer update followed variables by `updates`."""
+    legacy = is_legacy(optimizer)
+    name = "_distributed_apply" if legacy else "_distributed_apply_gradients_fn"
+    own, done = getattr(optimizer, name), set[int]()
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply(distribution: Any, grads_and_vars: Any, *rest: Any, **more: Any) -> Any:
+        pairs = list(grads_and_vars)
+        left = {id(variable) for _, variable in updates.apply(optimizer, pairs)}
+        done.update({id(variable) for _, variable in pairs} - left)
+        try:
+            return own(distribution, pairs, *rest, **more)
+        finally:
+            done.clear()
+
+    def skipping(step: Callable[..., Any]) -> Callable[..., Any]:
+        def unless_done(gradient: Any, variable: Any, *rest: Any, **more: Any) -> Any:
+            if id(variable) in done:
+                return tf.no_op()
+            return step(gradient, variable, *rest, **more)
+
+        return unless_done
+
+    setattr(optimizer, name, apply)
+    for each in ["_resource_apply_dense"] if legacy else ["_update_step", "_update_step_xla"]:
+        setattr(optimizer, each, skipping(getattr(optimizer, each)))
+
+
+def is_legacy(optimizer: Any) -> bool:
+    """Whether an optimizer is one of `tf_keras.optimizers.legacy`."""
+    return hasattr(optimizer, "_hyper")
+
+
+def is_sgd(optimizer: Any) -> bool:
+    """Whether an optimizer is SGD. Otherwise it is Adam or AdamW."""
+    return not (hasattr(optimizer, "beta_1") or "beta_1" in getattr(optimizer, "_hyper", ()))
+
+
+def slots_of(optimizer: Any, variable: Any) -> list[Any]:
+    """The tf.Variables of an optimizer for one variable: SGD's momentum, or Adam's moments."""
+    sgd, amsgrad = is_sgd(optimizer), getattr(optimizer, "amsgrad", False)
+    if is_legacy(optimizer):
+        kinds = ["momentum"] if sgd else ["m", "v", "vhat"][: 2 + amsgrad]
+        return [optimizer.get_slot(variable, kind) for kind in kinds]
+    kinds = ["_momentums", "_velocities", "_velocity_hats"][: 2 + amsgrad]
+    lists = [optimizer.momentums] if sgd else [getattr(optimizer, kind) for kind in kinds]
+    if hasattr(optimizer, "_index_dict"):  # tf-keras
+        at = optimizer._index_dict[optimizer._var_key(variable)]
+    else:
+        at = optimizer._get_variable_index(variable)
+    return [slots[at] for slots in lists]
+
+
+def _square_of(optimizer: Any, variable: Any) -> Any:
+    """Adam's mean square of a variable; None: there is none yet."""
+    known = optimizer._slots if is_legacy(optimizer) else getattr(optimizer, "_velocities", None)
+    if not known:
+        return None
+    try:
+        slot = slots_of(optimizer, variable)[1]
+    except KeyError:  # a variable that the optimizer does not know yet
+        return None
+    return None if slot is None else tf.convert_to_tensor(unwrap(slot))
+
+
+def _numbers_of(optimizer: Any) -> Numbers:
+    """The numbers of an optimizer's next update."""
+    rate = rate_of(optimizer)
+    if is_sgd(optimizer):
+        momentum = wide(_number(optimizer, "momentum"))
+        return Numbers.of_sgd(momentum, rate, nesterov=bool(optimizer.nesterov))
+    betas = wide(_number(optimizer, "beta_1")), wide(_number(optimizer, "beta_2"))
+    step = wide(tf.convert_to_tensor(optimizer.iterations)) + 1.0
+    return Numbers.of_adam(betas, step, rate, optimizer.epsilon)
+
+
+def _number(optimizer: Any, name: str) -> Any:
+    """A setting of an optimizer: a number, or a variable of a legacy one."""
+    return optimizer._get_hyper(name) if is_legacy(optimizer) else getattr(optimizer, name)

@@ -1,0 +1,232 @@
+"""Updates of Keras' SGD, Adam and AdamW on compressed gradients: one operation for all variables.
+
+`horovod_topk.updates.formulas` states them. Slots keep Keras' meaning, so that dense training can
+go on from them:
+
+    SGD    m = -lr B: the formulas hold for m, with -lr G in place of G and -1 in place of lr
+    Adam   eps is added to sqrt(v), and so eps / sqrt(z_t) to sqrt(v / z_t)
+
+Without the kernel, as on GPUs, operations of TensorFlow compute each variable's update.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_topk.ops import coding
+from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps, find_operations, threads
+from horovod_topk.updates import formulas
+from horovod_topk.updates.formulas import Adam, Sgd
+from horovod_topk.updates.tracker import Sample
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of one update of an optimizer, in float64."""
+
+    gain: Any  # factor of gradients
+    of: Sgd | Adam  # without SGD's loss, which each tensor has
+
+    @classmethod
+    def of_sgd(cls, momentum: Any, rate: Any, *, nesterov: bool) -> Numbers:
+        """Numbers of Keras' SGD."""
+        return cls(-rate, Sgd(momentum, -1.0, 0.0, nesterov, loss=0.0))
+
+    @classmethod
+    def of_adam(cls, betas: tuple[Any, Any], step: Any, rate: Any, eps: float) -> Numbers:
+        """Numbers of Keras' Adam in step t; all but eps are [] float64."""
+        of = formulas.adam_of(betas, step, rate, (0.0, 0.0), eps, _VERBS)
+        return cls(1.0, replace(of, eps=of.eps * of.scale))
+
+    @property
+    def stacked(self) -> Any:
+        """All of them in one tensor, the factor of gradients first."""
+        return tf.stack([wide(each) for each in (self.gain, *vars(self.of).values())])
+
+
+class Codes:
+    """What an update does to codes."""
+
+    FOLLOW = 0
+    STAY = 1  # the step was not committed
+    FILL = 2  # all elements arrive
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What the last step has told of some tensors, for their update."""
+
+    codes: Sequence[Any]  # tf.Variables of uint8: phi of their elements, which the update writes
+    factors: Any  # Adam's c of both classes, [n, 2]; None: with SGD
+    losses: Any  # SGD's loss of elements that always arrive, [n] float64; None: with Adam
+    does: Any  # one of `Codes`, [] int32
+
+    def at(self, position: int) -> Followed:
+        """The same for one of the tensors."""
+        one = slice(position, position + 1)
+        factors, losses = (None if x is None else x[one] for x in (self.factors, self.losses))
+        return Followed(self.codes[one], factors, losses, self.does)
+
+
+def update(
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    slots: Sequence[Sequence[Any]],
+    numbers: Numbers,
+    known: Followed,
+) -> None:
+    """Update variables of one dtype, their slots and their codes.
+
+    Args:
+        gradients: of the variables' dtype.
+        variables: tf.Variables.
+        slots: the optimizer's of each variable: SGD's momentum, or Adam's two or three moments.
+        numbers: those of the update.
+        known: what the exchange has told.
+    """
+    operations = find_operations()
+    on_cpu = not any("GPU" in variable.device for variable in variables)
+    if on_cpu and hasattr(operations, "topkef_update"):
+        _update_all(operations, gradients, variables, slots, numbers, known)
+        return
+    for at, each in enumerate(zip(gradients, variables, slots, strict=True)):
+        _update_one(*each, numbers, known.at(at))
+
+
+def _update_all(
+    operations: Any,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    slots: Sequence[Sequence[Any]],
+    numbers: Numbers,
+    known: Followed,
+) -> None:
+    """Update variables on a CPU, by one operation."""
+    dtype, moments = variables[0].dtype, [slot for own in slots for slot in own]
+    factors = [] if known.factors is None else tf.reshape(known.factors, [-1])
+    samples = [_sample(variable.shape.num_elements()) for variable in variables]
+    written = [variables, moments, known.codes]
+    after = operations.topkef_update(
+        gradients,
+        *([_value(each) for each in some] for some in written),
+        numbers=numbers.stacked,
+        losses=tf.zeros([0], tf.float64) if known.losses is None else known.losses,
+        factors=tf.cast(factors, dtype),
+        does=known.does,
+        samples=[number for each in samples for number in (0, 0, each.numel, *each.pick)],
+        threads=threads(),
+    )
+    for some, values in zip(written, after, strict=True):
+        for variable, value in zip(some, values, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+
+
+def _update_one(
+    gradient: Any,
+    variable: Any,
+    slots: Sequence[Any],
+    numbers: Numbers,
+    known: Followed,
+) -> None:
+    """Update one variable by TensorFlow's operations."""
+    written = [variable, *slots, *known.codes]
+    nesterov = isinstance(numbers.of, Sgd) and numbers.of.nesterov
+    own = known.losses if known.factors is None else known.factors
+    function = _traced(tuple(variable.shape), variable.dtype, len(slots), nesterov)
+    after = function(gradient, [_value(each) for each in written], numbers.stacked, own, known.does)
+    for each, value in zip(written, after, strict=True):
+        each.assign(value, read_value=False)
+
+
+@functools.cache
+def _traced(shape: tuple[int, ...], dtype: Any, moments: int, nesterov: bool) -> Any:
+    """Return a function whose graph all variables of a shape and dtype share.
+
+    Keras traces a training step twice, and building the graph takes longer than a step.
+    """
+    return tf.function(functools.partial(_after, nesterov), autograph=False)
+
+
+def _after(
+    nesterov: bool, gradient: Any, before: Sequence[Any], numbers: Any, own: Any, does: Any
+) -> list[Any]:
+    """Compute a variable, its moments and its codes after an update.
+
+    Args:
+        nesterov: whether SGD's momentum is Nesterov's.
+        gradient: G.
+        before: the variable, its moments and its codes.
+        numbers: the gradient's factor and those of the update, float64.
+        own: SGD's loss [1], or Adam's factors [1, 2].
+        does: what happens to codes, [] int32.
+    """
+    weight, *moments, codes = before
+    gain, *each = tf.unstack(tf.cast(numbers, weight.dtype))
+    if len(moments) == 1:  # of dense steps, where nothing has ever arrived
+        is_dense = tf.reduce_all(tf.equal(codes, 0)) & tf.reduce_any(tf.not_equal(moments[0], 0))
+        codes = tf.where(is_dense, tf.constant(coding.ALWAYS, tf.uint8), codes)
+    filled = tf.fill(codes.shape, tf.constant(coding.ALWAYS, tf.uint8))
+    codes = tf.where(tf.equal(does, Codes.FILL), filled, codes)
+    table, position = tf.constant(formulas.AFTER, tf.uint8), tf.cast(codes, tf.int32)
+    arrives = tf.reshape(tf.not_equal(gradient, 0), [-1])
+    later = tf.where(arrives, tf.gather(table[1], position), tf.gather(table[0], position))
+    share = tf.reshape(formulas.share(tf.cast(later, weight.dtype)), weight.shape)
+    if len(moments) == 1:
+        of_sgd = Sgd(each[0], each[1], each[2], nesterov, tf.cast(own[0], weight.dtype))
+        after: Sequence[Any] = formulas.sgd(weight, moments[0], gradient * gain, share, of_sgd)
+    else:
+        often = tf.reshape(formulas.arrives_often(position), weight.shape)
+        factors = tf.cast(own[0], weight.dtype)
+        factor, rms = tf.where(often, factors[0], factors[1]), _rms(weight)
+        kept, of = (moments[0], moments[1], moments[2] if moments[2:] else None), Adam(*each)
+        factor = tf.where(tf.equal(of.beta1, 0), tf.ones_like(factor), factor)
+        after = formulas.adam(weight, kept, gradient, share, factor, rms, of, _VERBS)
+    follows = tf.equal(does, Codes.FOLLOW)
+    return [*after[: 1 + len(moments)], tf.where(follows, later, codes)]
+
+
+def _rms(weight: Any) -> Any:
+    """Root mean square of a sample of a variable's elements."""
+    sample = _sample(weight.shape.num_elements())
+    places = ((0, 0, sample.numel, *sample.pick),)
+    sums = TensorFlowOps().energies_of([Buffer(weight)], None, places, weight.dtype.name)
+    return tf.sqrt(sums.value[0] / sample.size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sample(numel: int) -> Sample:
+    return Sample(numel)
+
+
+def _value(variable: Any) -> Any:
+    """A variable's value, without a cast by an automatic mixed precision."""
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+def wide(number: Any) -> Any:
+    """Convert a number or a scalar to float64; a number by way of no other dtype."""
+    if isinstance(number, int | float):
+        return tf.constant(number, tf.float64)
+    return tf.cast(number, tf.float64)
+
+
+def _where(is_so: Any, one: Any, other: Any) -> Any:
+    """Choose between two numbers or tensors, one of which is a tensor."""
+    dtype = (one if tf.is_tensor(one) else other).dtype
+    both = (each if tf.is_tensor(each) else tf.constant(each, dtype) for each in (one, other))
+    return tf.where(is_so, *both)
+
+
+class _Verbs:
+    """`horovod_topk.updates.formulas.Verbs`."""
+
+    root = staticmethod(tf.sqrt)
+    where: Any = staticmethod(_where)
+
+
+_VERBS = _Verbs()

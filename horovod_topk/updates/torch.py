@@ -1,0 +1,182 @@
+"""One pass over each tensor of a PyTorch optimizer: its weight, moments, and how often it arrives.
+
+Kernels have the bits of `horovod_topk.updates.formulas`. Where none can compute an update,
+operations of PyTorch do: with the same bits for float32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from horovod_topk.kernels import native, triton
+from horovod_topk.kernels.triton.memory import note_writing
+from horovod_topk.ops import torch_lists as lists
+from horovod_topk.ops.torch import TorchOps
+from horovod_topk.updates import formulas
+from horovod_topk.updates.formulas import Adam, Sgd
+from horovod_topk.updates.tracker import Sample
+
+_OPS = TorchOps()
+
+
+@dataclass
+class Update:
+    """One tensor's update in the step that begins."""
+
+    weight: Tensor
+    gradient: Tensor
+    maximize: bool
+    codes: Tensor  # of phi, uint8, flat
+    factors: Tensor | None  # c of both classes, [2]; SGD: None
+    numbers: Sgd | Adam
+    moments: Sequence[Tensor] = ()  # the optimizer's: its momentum buffer, or Adam's two or three
+    rms: Tensor | None = None  # of Adam's weight, []
+
+
+def update(updates: Sequence[Update]) -> None:
+    """Update tensors of one optimizer, and how often their elements arrive."""
+    if isinstance(updates[0].numbers, Adam):
+        _measure_weights(updates)
+    library, rest = native.find().library, list[Update]()
+    fit: dict[int, list[Update]] = {}
+    for each in updates:
+        fits = library is not None and _fits(each)
+        (fit.setdefault(each.weight.element_size(), []) if fits else rest).append(each)
+    for size, some in fit.items():
+        assert library is not None
+        records = (native.Update * len(some))(*map(_record, some))
+        library.topkef_update_all(records, None, len(some), size, torch.get_num_threads())
+    for ours, some in lists.by_kernels(rest, _tensors):
+        if ours is not None:
+            later = _codes_after(some[0].codes.device)
+            arrays = [*map(_tensors, some)], [*map(_others, some)]
+            ours.update(*arrays, [*map(_numbers, some)], later)
+            continue
+        for each in some:
+            update_by_torch(each)
+
+
+class _Verbs:
+    """`horovod_topk.updates.formulas.Verbs`."""
+
+    def root(self, array: Tensor) -> Tensor:
+        return lists.root(array)
+
+    def where(self, condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(condition, one, other)
+
+
+def update_by_torch(each: Update) -> None:
+    """Update one tensor by PyTorch's operations: with the bits of kernels on a CPU."""
+    numbers, shape = each.numbers, each.weight.shape
+    after = _codes_after(each.codes.device)
+    arrives, before = each.gradient.reshape(-1).ne(0), each.codes.long()
+    codes = torch.where(arrives, after[1][before], after[0][before])
+    share = formulas.share(codes.to(each.weight.dtype)).view(shape)
+    g = -each.gradient if each.maximize else each.gradient
+    if numbers.decay:
+        g = g + each.weight * numbers.decay
+    if isinstance(numbers, Sgd):
+        (buffer,) = each.moments
+        weight, after_step = formulas.sgd(each.weight, buffer, g, share, numbers)
+        buffer.copy_(after_step)
+    else:
+        assert each.factors is not None
+        moment, square, *largest = each.moments
+        kept = moment, square, largest[0] if largest else None
+        often = formulas.arrives_often(before).view(shape)
+        factor = torch.where(often, *each.factors) if numbers.beta1 else 1.0
+        now = share, factor, each.rms
+        weight, *new = formulas.adam(each.weight, kept, g, *now, numbers, _Verbs())
+        for moment, value in zip(each.moments, new, strict=False):
+            moment.copy_(value)
+    each.weight.copy_(weight)
+    each.codes.copy_(codes)
+
+
+def _measure_weights(updates: Sequence[Update]) -> None:
+    """Set the root mean square of each weight, of a sample of its elements."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Update]] = {}
+    for each in updates:
+        alike.setdefault((each.weight.device, each.weight.dtype), []).append(each)
+    for (device, dtype), some in alike.items():
+        weights = [each.weight for each in some]
+        samples = [_sample(each.weight.numel()) for each in some]
+        places = tuple((0, 0, sample.numel, *sample.pick) for sample in samples)
+        ours = triton.for_lists(device.type)
+        if ours is not None and ours.suit(weights):
+            roots = ours.rms(weights, places)
+        else:
+            sums = _OPS.energies_of(weights, None, places, str(dtype)[6:])
+            sizes = torch.tensor([each.size for each in samples], dtype=dtype, device=device)
+            roots = lists.root(sums / sizes)
+        for each, rms in zip(some, roots, strict=True):
+            each.rms = rms
+
+
+@functools.lru_cache(maxsize=4096)
+def _sample(numel: int) -> Sample:
+    return Sample(numel)
+
+
+def _fits(each: Update) -> bool:
+    """Whether the CPU kernel can read and write a tensor's arrays."""
+    tensors = each.weight, each.gradient, *each.moments
+    return each.weight.dtype in (torch.float32, torch.float64) and all(
+        tensor.device.type == "cpu"
+        and tensor.dtype == each.weight.dtype
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        for tensor in tensors
+    )
+
+
+def _record(each: Update) -> native.Update:
+    """What the CPU kernel gets of a tensor."""
+    moments = [moment.data_ptr() for moment in each.moments] + [0, 0]
+    places = each.gradient.data_ptr(), each.weight.data_ptr(), *moments[:3]
+    own = each.codes.data_ptr(), each.weight.numel(), -1.0 if each.maximize else 1.0
+    pair, rms = each.factors, each.rms
+    arrays = own[0], 0 if pair is None else pair.data_ptr(), 0 if rms is None else rms.data_ptr()
+    made = native.Update(*places, *arrays, *own[1:])
+    if isinstance(each.numbers, Adam):
+        made.numbers.adam = native.Adam(*vars(each.numbers).values())
+    else:
+        made.numbers.sgd = native.Sgd(*vars(each.numbers).values())
+    for tensor in (each.weight, *each.moments):
+        note_writing(tensor)
+    return made
+
+
+def _tensors(each: Update) -> Sequence[Tensor]:
+    """What GPU kernels read and write of a tensor, in one dtype."""
+    return each.weight, each.gradient, *each.moments
+
+
+def _others(each: Update) -> Sequence[Tensor]:
+    """The other arrays that GPU kernels read and write."""
+    if each.factors is None or each.rms is None:
+        return (each.codes,)
+    return each.codes, each.factors, each.rms
+
+
+def _numbers(each: Update) -> tuple[float, ...]:
+    """Numbers of a tensor for `horovod_topk.kernels.triton.lists.update`."""
+    of, sign = each.numbers, -1.0 if each.maximize else 1.0
+    if isinstance(of, Sgd):
+        own = of.momentum, of.rate, of.nesterov, of.loss, 1.0 / (1.0 - of.momentum)
+        return sign, of.decay, *own
+    moments = of.beta1, of.beta2, of.again, of.now
+    weights = of.stays, of.rate, of.scale, of.eps, of.most, of.reach
+    return sign, of.decay, *moments, *weights, 1.0 - of.beta2
+
+
+@functools.cache
+def _codes_after(device: torch.device) -> Tensor:
+    """`formulas.AFTER` on a device."""
+    return torch.tensor(formulas.AFTER, dtype=torch.uint8, device=device)

@@ -1,0 +1,435 @@
+"""Follows the exchanges of a bucket for the optimizer's update: `horovod_topk.updates.formulas`.
+
+`Rule` says what is kept and sent. `Tracker` makes the followers of buckets: `Norms` for SGD, and
+`Energies` for Adam and AdamW. How often elements arrive is one of their states, which the update
+writes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from horovod_topk.core.follower import Memory
+from horovod_topk.core.plan import BucketPlan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.shards import first_block
+from horovod_topk.methods.protocol import Method, Piece, StateSpec
+from horovod_topk.ops import Ops
+from horovod_topk.ops.coding import LIMIT, shard_numel
+from horovod_topk.updates import formulas
+from horovod_topk.updates.formulas import LEAST, MOST, NORM_RATE, SPIKE
+
+Array = TypeVar("Array")
+
+ARRIVALS, ENERGY, LOST, FACTORS = "arrivals", "energy", "lost", "factors"  # states: q, E, D, c
+NORMS = "norms"  # SGD's n; its factors are min(1, 3/2 n / |G|)
+CLASSES = 2  # of elements: those that arrive often, and the others
+SAMPLE = 1 << 15  # elements of a tensor that sums are computed from, at most
+TINY = 2.0**-100  # factor of a tensor whose norm overflows; 0 is that of one without a step
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What is known of Adam's second moment of a tensor before a step."""
+
+    beta2: float
+    square: Any  # v, of the gradient's shape; None: there is none yet
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`horovod_topk.methods.protocol.Follows` for the update of SGD, or of Adam and AdamW."""
+
+    name: str  # "sgd" or "adam"
+
+    @property
+    def normalises(self) -> bool:
+        """Whether the update divides by the root of a mean square."""
+        return self.name == "adam"
+
+    def states(self, piece: Piece) -> Mapping[str, StateSpec]:
+        """`Follows.states`."""
+        classes = CLASSES if self.normalises else 1
+        each, known = min(1, piece.numel) * classes, (0.0, math.inf)
+        common: Any = {"shared": True, "optional": True}
+        coded: Any = {"dtype": "uint8", "in_place": True, "range": (0.0, 1.0)}
+        arrivals = StateSpec(piece.numel, **common, **coded)
+        factors = StateSpec(each, **common, is_factor=True, range=(0.0, 2.0))
+        if not self.normalises:
+            norms = StateSpec(each, **common, in_units=True, range=known)
+            return {ARRIVALS: arrivals, NORMS: norms, FACTORS: factors}
+        energy, lost = StateSpec(each, **common, range=known), StateSpec(each, optional=True)
+        return {ARRIVALS: arrivals, ENERGY: energy, FACTORS: factors, LOST: lost}
+
+    def numbers(self, piece: Piece) -> tuple[str, ...]:
+        """`Follows.numbers`: D' of each class."""
+        is_told = self.normalises and piece.numel
+        return tuple(f"{LOST}{i}" for i in range(CLASSES)) if is_told else ()
+
+    def adopted(self, name: str, array: Any, ops: Ops[Any]) -> Any:
+        """`Follows.adopted`: earlier versions have saved phi itself."""
+        if name != ARRIVALS or ops.dtype(array) == "uint8":
+            return array
+        code = formulas.code_of(ops.cast(array, "float64"), ops.root)
+        return ops.cast(code + 0.5, "uint8")
+
+
+SGD, ADAM = Rule("sgd"), Rule("adam")
+
+
+class Tracker(Generic[Array]):
+    """Follows all buckets of one optimizer, for its updates.
+
+    Args:
+        rule: of the optimizer.
+        ops: operations on the arrays.
+        moments: return Adam's second moments before a step, by tensor name.
+    """
+
+    def __init__(
+        self, rule: Rule, ops: Ops[Array], moments: Callable[[], Mapping[str, Moments]] = dict
+    ) -> None:
+        self.rule, self._ops, self._moments = rule, ops, moments
+
+    def follow(self, bucket: BucketPlan, memory: Memory) -> Energies[Array] | Norms[Array]:
+        """`horovod_topk.core.follower.Follow`."""
+        if self.rule.normalises:
+            return Energies(bucket, memory, self._ops, self._moments)
+        return Norms(bucket, memory, self._ops)
+
+
+class _Bucket(Generic[Array]):
+    """What both followers have of a bucket."""
+
+    def __init__(self, bucket: BucketPlan, memory: Memory, ops: Ops[Array]) -> None:
+        self._ops, self._bucket, self._states = ops, bucket, memory.states
+        pieces = bucket.gradients
+        self._positions = [at for at, piece in enumerate(pieces) if piece.spec.numel]
+        self._sizes = [pieces[at].spec.numel for at in self._positions]
+        self._wholes = [Sample(numel) for numel in self._sizes]
+        self.names = [pieces[at].spec.name for at in self._positions]
+        self.selecting = selecting(bucket.config, pieces)  # tensors that are not sent whole
+        arrivals = memory.states[ARRIVALS].plan.tensors
+        self._places = tuple(
+            (0, arrivals[at].start, arrivals[at].numel, *each.pick)
+            for at, each in zip(self._positions, self._wholes, strict=True)
+        )
+        self._scales: Any = self._constant([1.0 / each.share for each in self._wholes])
+
+    @property
+    def codes(self) -> list[Array]:
+        """Codes of phi of each tensor's elements, flat: the update reads and writes them."""
+        views = self._states[ARRIVALS].views(self._ops)
+        return [views[at] for at in self._positions]
+
+    def factors(self, *, committed: bool) -> Array:
+        """The factors of the last step: c of each class of each tensor, or SGD's, flat."""
+        arenas: Arenas[Array] = self._states[FACTORS]
+        return arenas.residual if committed else arenas.candidate
+
+    def _constant(self, numbers: Sequence[float]) -> Array:
+        """Make an array of numbers, one for each tensor."""
+        return constants(numbers, self._bucket, self._ops)
+
+
+class Norms(_Bucket[Array]):
+    """Follows the norms of exchanged gradients for SGD, and limits those that are suddenly large.
+
+    Args:
+        bucket: the bucket.
+        memory: its arenas.
+        ops: operations on the arrays.
+    """
+
+    def begin(self, gradients: Sequence[Array]) -> None:
+        """`Follower.begin`."""
+
+    def squares(self) -> Sequence[Array | None]:
+        """`Follower.squares`."""
+        return ()
+
+    def message(self) -> Array:
+        """`Follower.message`: there is none."""
+        raise NotImplementedError
+
+    def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, message: Any) -> None:
+        """`Follower.finish`: scale sudden gradients down, and follow the means of their norms."""
+        tensors = [exchanged[at] for at in self._positions]
+        means, factors = self._states[NORMS], self._states[FACTORS].candidate
+        pair, numbers = (means.residual, means.candidate), (NORM_RATE, SPIKE)
+        found = tensors, self._places, self._scales, gain, pair, factors, numbers
+        if not self._ops.spikes(*found):
+            self._find(tensors, gain)
+            self._ops.limit(tensors, factors)
+
+    def _find(self, tensors: Sequence[Array], gain: float) -> None:
+        """Compute the mean norms after this step, and this step's factors, without a kernel."""
+        ops, dtype, means = self._ops, self._bucket.residual_dtype, self._states[NORMS]
+        sums: Any = ops.energies_of(tensors, None, self._places, dtype)
+        scaled: Any = sums * self._scales
+        roots: Any = ops.root(ops.cast(ops.finite(scaled), "float64"))
+        norms: Any = ops.cast(ops.cast(roots, "float32"), dtype)
+        if gain != 1.0:
+            norms = norms * (1.0 / gain)
+        before: Any = means.residual
+        is_known: Any = ops.cast(before > 0.0, dtype)
+        counts: Any = ops.cast(norms > 0.0, dtype)  # n waits while gradients are 0
+        followed = formulas.norm_after(before, norms) * is_known + norms * (1.0 - is_known)
+        ops.assign(means.candidate, ops.finite(before + (followed - before) * counts))
+        largest = formulas.largest_norm(before)
+        allowed: Any = ops.cast(ops.finite(ops.divided(largest, norms)), dtype)
+        # min(1, allowed) is exact: it is 1 where the difference is not negative.
+        is_spike: Any = ops.cast(allowed < 1.0, dtype) * is_known * counts
+        is_over: Any = ops.cast(scaled > LIMIT, dtype) * is_known  # |G| overflows
+        factors = ((allowed - 1.0) * is_spike + 1.0) * (is_over * -1.0 + 1.0) + is_over * TINY
+        ops.assign(self._states[FACTORS].candidate, factors)
+
+
+class Energies(_Bucket[Array]):
+    """Follows energies for Adam: what error feedback takes away, and what is exchanged.
+
+    Args:
+        bucket: the bucket.
+        memory: its arenas.
+        ops: operations on the arrays.
+        moments: return Adam's second moments before a step, by tensor name.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketPlan,
+        memory: Memory,
+        ops: Ops[Array],
+        moments: Callable[[], Mapping[str, Moments]],
+    ) -> None:
+        super().__init__(bucket, memory, ops)
+        residuals, owned, self._moments = memory.residuals, memory.owned, moments
+        self._own, self._owned = residuals[memory.part if owned else 0], owned
+        pieces, parts = self._own.plan.tensors, len(residuals)
+        # What this rank loses is sampled in its own shards, if there are owners.
+        firsts = [pieces[at].first for at in self._positions]
+        pairs = zip(self._sizes, firsts, strict=True)
+        self._shards = [Sample(numel, parts, first) for numel, first in pairs]
+        self._shard_places = tuple(
+            (pieces[at].start, *place[1:3], *shard.pick)
+            for at, place, shard in zip(self._positions, self._places, self._shards, strict=True)
+        )
+        plans = [arenas.plan for arenas in (*residuals, *owned)]
+        # Gradients of which not all elements are sent.
+        self._selecting = sorted(
+            {each.gradient for plan in plans for each in plan.tensors if not each.sends_all}
+        )
+        weights = [1.0] * len(self._sizes)
+        if parts > 1:  # ranks without a shard tell 0
+            both = zip(self.names, self._sizes, strict=True)
+            weights = [_weight(*each, parts) for each in both]
+        scales = [
+            weight / each.share if each.size else 0.0
+            for weight, each in zip(weights, self._shards, strict=True)
+        ]
+        self._scales = self._constant([1.0 / each.share for each in self._wholes] * CLASSES)
+        self._shard_scales: Any = self._constant(scales * CLASSES)
+        gains = [1.0 - most**-2 for most in MOST] * len(self._sizes)
+        self._gains: Any = self._constant(gains)  # largest share of E that counts as gained
+        self._betas: tuple[float, ...] = ()  # Adam's second betas in the last step
+        self._fading: Any = None  # the same for each class of each tensor
+        self._gradients: Sequence[Array] = ()  # this rank's, from `begin` to `message`
+        self._squares: list[Array | None] = []
+
+    def begin(self, gradients: Sequence[Array]) -> None:
+        """`Follower.begin`: note the gradients, and read Adam's second moments."""
+        self._gradients, moments = gradients, self._moments()
+        known = [moments.get(name, Moments(0.0, None)) for name in self.names]
+        betas = tuple(each.beta2 for each in known)
+        if betas != self._betas:  # a scheduler or a checkpoint may have changed them
+            self._betas = betas
+            each_class = [beta for beta in betas for _ in range(CLASSES)]
+            self._fading = self._constant(each_class)
+        self._squares = [None] * len(gradients)
+        like = self._ops.device(gradients[0]), self._bucket.residual_dtype
+        for at, each in zip(self._positions, known, strict=True):
+            v = each.square
+            if at in self._selecting and v is not None:
+                numel = self._bucket.gradients[at].spec.numel
+                if self._facts(v) == (numel, *like):
+                    self._squares[at] = v
+
+    def squares(self) -> Sequence[Array | None]:
+        """`Follower.squares`: Adam's, where some elements are sent and others are not."""
+        return self._squares
+
+    def _facts(self, array: Array) -> tuple[int, str, str]:
+        return self._ops.numel(array), self._ops.device(array), self._ops.dtype(array)
+
+    def message(self) -> Array:
+        """`Follower.message`: D' of each class of each tensor.
+
+        It lacks what this rank loses as an owner in this step, which is not known yet.
+        """
+        arenas: Arenas[Array] = self._states[LOST]
+        gradients = self._gradients
+        if gradients:
+            if not self._lost_by_kernel(gradients):
+                came = self._sampled(gradients)
+                self._follow(arenas, arenas.residual, self._lost(came, *self._kept(self._own)))
+            self._gradients = ()
+        return arenas.candidate
+
+    def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, message: Any) -> None:
+        """`Follower.finish`: compute E', and c from the step's own numbers."""
+        ops, energy, told = self._ops, self._states[ENERGY], self._states[LOST]
+        unit = 1.0 / ranks if self._bucket.reduction == "sum" else 1.0
+        factors, codes = self._states[FACTORS].candidate, self._states[ARRIVALS].residual
+        each = [exchanged[at] for at in self._positions]
+        pair, numbers = (energy.residual, energy.candidate), (unit / gain, ranks, LEAST)
+        states = self._scales, self._fading, *pair, self._gains, factors
+        if not ops.energies(each, codes, self._places, states, message, numbers):
+            dtype = self._bucket.residual_dtype
+            sums: Any = ops.energies_of(each, codes, self._places, dtype)
+            now: Any = ops.transposed(sums * self._scales, CLASSES)
+            self._follow(energy, energy.residual, now * (unit / gain) ** 2)
+            ops.assign(factors, self._factors(energy.candidate, self._mean(message), ranks))
+        for owned in self._owned:
+            before, after = self._kept(owned)
+            came = self._sampled(exchanged) * (1.0 / gain) + after - before
+            lost = self._lost(came * unit, before * unit, after * unit)
+            ops.assign(told.candidate, ops.finite(told.candidate + lost))
+
+    def _follow(self, arenas: Arenas[Array], before: Any, now: Any) -> None:
+        """Write an energy to a candidate; 0 where it is not finite."""
+        after: Any = formulas.energy_after(before, now, self._fading)
+        self._ops.assign(arenas.candidate, self._ops.finite(after))
+
+    def _mean(self, message: Array) -> Array:
+        """Average over ranks, in rank order, what they have sent."""
+        ops, count, dtype = self._ops, CLASSES * len(self.names), self._bucket.residual_dtype
+        total: Any = ops.zeros(count, dtype, self._bucket.device)
+        ops.accumulate(total, None, ops.unpack_values(message, count, "float32", dtype))
+        return total * (1 / ops.rows(message, 4 * count))  # type: ignore[no-any-return]
+
+    def _factors(self, energy: Any, lost: Any, ranks: int) -> Array:
+        """The factors c, given E' and the mean of D'; 1 where there is no energy."""
+        ops, most = self._ops, energy * self._gains
+        gained = (abs(lost) - lost) * (0.5 / ranks)  # 0 where energy is taken away
+        gained = gained - (gained - most + abs(gained - most)) * 0.5  # at most that
+        lost = (lost + abs(lost)) * 0.5 - gained
+        share: Any = ops.finite(ops.divided(lost, energy + lost))
+        return ops.root(ops.cast(formulas.factor_of(share), "float64"))
+
+    def _lost(self, came: Any, before: Any, after: Any) -> Any:
+        """The energy that error feedback takes away, for each class of each tensor: flat.
+
+        This is the energy of what was to be sent, less that of the selected elements, plus that of
+        their rounding errors.
+
+        Args:
+            came: samples of what was to be sent.
+            before, after: samples of the residual before this step, and after it.
+        """
+        ops, dtype, whole = self._ops, self._bucket.residual_dtype, came + before
+        is_selected = abs(whole - after) * 2.0 > abs(whole)  # its rounded value was sent
+        energy = came * came - (whole * whole - after * after) * ops.cast(is_selected, dtype)
+        codes: Any = ops.blocks(self.codes, [each.pick for each in self._shards], "float32")
+        often: Any = ops.cast(formulas.arrives_often(codes), dtype)
+        classes, sizes = [energy * often, energy - energy * often], [s.size for s in self._shards]
+        sums: Any = ops.joined([ops.segment_sums(each, sizes) for each in classes])
+        return ops.transposed(sums * self._shard_scales, CLASSES)
+
+    def _lost_by_kernel(self, gradients: Sequence[Array]) -> bool:
+        """Add what is lost of this rank's gradients to D in a kernel, if there is one."""
+        codes, told = self._states[ARRIVALS].residual, self._states[LOST]
+        own = [gradients[at] for at in self._positions]
+        before, after, every = self._own.unscaled()
+        factors = [every[at] for at in self._positions] if every else []
+        states = self._shard_scales, self._fading, told.residual, told.candidate
+        return self._ops.lost(own, (before, after), factors, codes, self._shard_places, states)
+
+    def _kept(self, arenas: Arenas[Array]) -> tuple[Any, Any]:
+        """Sample a residual before this step, and after it."""
+        ops, dtype = self._ops, self._bucket.residual_dtype
+        pieces = [arenas.plan.tensors[at] for at in self._positions]
+        pairs: Any = [arenas.stretch(piece.start, piece.stop, ops) for piece in pieces]
+        before = [kept if scale == 1.0 else kept * scale for kept, scale in pairs]
+        picks = [each.pick_within for each in self._shards]
+        every = arenas.views(ops, candidate=True)
+        after = [every[at] for at in self._positions]
+        return ops.blocks(before, picks, dtype), ops.blocks(after, picks, dtype)
+
+    def _sampled(self, tensors: Sequence[Array]) -> Any:
+        """Samples of this rank's shards of all tensors, flat, in the residual's dtype."""
+        each, picks = [tensors[at] for at in self._positions], [s.pick for s in self._shards]
+        return self._ops.blocks(each, picks, self._bucket.residual_dtype)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Where a sample of a tensor is: in every `parts`-th block of one of its shards.
+
+    Args:
+        numel: number of elements of the tensor.
+        shards: number of shards that it is split into; 1: it is whole.
+        first: first block of the shard.
+    """
+
+    numel: int
+    shards: int = 1
+    first: int = 0
+
+    @cached_property
+    def parts(self) -> int:
+        """One of so many blocks is sampled. It is odd, or all of them could be of one column."""
+        return max(1, -(-shard_numel(self.numel, self.shards, self.first) // SAMPLE)) | 1
+
+    @cached_property
+    def share(self) -> float:
+        """The sample's share of the tensor's elements."""
+        return self.size / self.numel
+
+    @cached_property
+    def pick(self) -> tuple[int, int, int]:
+        """The sample of a whole tensor, for `Ops.blocks`."""
+        return self.shards, self.first, self.parts
+
+    @cached_property
+    def pick_within(self) -> tuple[int, int, int]:
+        """The sample of an array that has the shard's elements alone."""
+        return 1, 0, self.parts
+
+    @cached_property
+    def size(self) -> int:
+        """Number of elements of the sample."""
+        return shard_numel(shard_numel(self.numel, self.shards, self.first), self.parts, 0)
+
+
+def constants(numbers: Sequence[float], bucket: BucketPlan, ops: Ops[Array]) -> Array:
+    """Make an array of float32 numbers on a bucket's device, in the dtype of its residuals."""
+    size = 4 * len(numbers)
+    data = ops.zeros(size, "uint8", bucket.device)
+    ops.store_bytes(data, 0, struct.pack(f"<{len(numbers)}f", *numbers))
+    loaded = ops.load(data, size, 0, size)
+    rows = ops.unpack_values(loaded, len(numbers), "float32", bucket.residual_dtype)
+    return ops.row(rows, 0)
+
+
+def selecting(config: Method, pieces: Sequence[Piece]) -> set[str]:
+    """Names of the gradients of which ranks or owners send some elements only.
+
+    They are equal on all ranks, also where some of them own no shard.
+    """
+    legs = "direct", "gather"
+    return {
+        piece.spec.name
+        for piece in pieces
+        if not all(config.piece(piece, leg).sends_all for leg in legs)
+    }
+
+
+def _weight(name: str, numel: int, owners: int) -> float:
+    """Return the number of owners, divided by how many of them own elements of the tensor."""
+    firsts = (first_block(name, owners, part) for part in range(owners))
+    return owners / sum(shard_numel(numel, owners, first) > 0 for first in firsts)
