@@ -114,14 +114,6 @@ def none_to_correct(momentum: float, kind: str, known: str) -> ConfigError:
     )
 
 
-def not_a_momentum(where: str, shown: str) -> ConfigError:
-    """The error for an SGD whose momentum has become invalid during training."""
-    return ConfigError(
-        f"{where} has {shown}, and its steps are adapted",
-        cure="Keep momentum in [0, 1), and dampening at 0",
-    )
-
-
 def note_followed(kind: str) -> None:
     """Log that an optimizer's steps depend on how often elements arrive."""
     log.info("TopKEF: steps of %s depend on how often elements arrive", kind)
