@@ -118,6 +118,6 @@ def test_limits_are_those_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"at {gathered[2]} and {owned[2]} with `--optimizer none`" in text
     readme = (printed.ROOT / "README.md").read_text(encoding="utf-8")
     assert (
-        f"at {gathered[0]} to {owned[1]} Gbit/s (SGD or AdamW), and {gathered[2]} to {owned[2]}"
+        f"at {gathered[1]} to {owned[0]} Gbit/s (SGD or AdamW), and {gathered[2]} to {owned[2]}"
         in readme
     )
