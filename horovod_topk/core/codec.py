@@ -451,7 +451,7 @@ class PayloadCodec(Generic[Array]):
         return flags
 
     def _read_told(self, bucket: BucketPlan, gathered: Array) -> None:
-        """Note the numbers that describe a bucket's tensors."""
+        """Read the numbers that a bucket's payloads carry for each tensor."""
         count = bucket.tensor_measures
         width = bucket.layout.payload_bytes // bucket.writers
         at = HEADER_BYTES + wire.MEASURE * (len(bucket.measures) - count)

@@ -57,7 +57,7 @@ def why_not_by_arrivals(config: Method) -> str:
 
 
 def _why_not_late(config: Method) -> str:
-    """Reason why no element of these gradients is known to arrive late; empty: there is none."""
+    """Return why no element of these gradients is known to arrive late; empty if some is."""
     if config.exchange == "hierarchical":
         return "exchange='hierarchical' adds gradients up within a node"
     if config.ratio == 1.0 and not config.withheld():

@@ -100,7 +100,7 @@ class Hooks(abc.ABC):
         self.late_clipping.begin()
         self._unapplied.note(UNSEEN)
         if self._updates is not None and (optimizer := self._optimizer()) is not None:
-            # After the hooks that a user has registered: they should see the gradients.
+            # This hook runs after the user's own hooks: those should see the gradients.
             _move(optimizer, "_optimizer_step_pre_hooks", self._before, last=True)
 
     @abc.abstractmethod
