@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import horovod_topk
 from horovod_topk import checkpoint, ddp
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.run.substitute import parse
 
 SAVED = 100  # steps from one checkpoint to the next
 

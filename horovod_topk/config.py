@@ -57,7 +57,7 @@ class Settings:
             bytes from the busiest node.
         min_numel: tensors with fewer elements are sent whole, in the same payload.
         clip_norm: clip each rank's gradients before they are added to the residual, so that the
-            norm of the applied gradient is at most about this (`horovod_topk.core.clipping`).
+            norm of the applied gradient is at most about this (`core.codec.clipping`).
             None: off.
         warmup: larger ratios for the first steps. A number of steps: the ratio falls through
             0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
@@ -73,16 +73,16 @@ class Settings:
             elastic jobs. None: compression never ends.
         probe_every: in PyTorch, one step in so many also exchanges a bucket dense, each bucket in
             turn; `stats()` and `on_step` report the difference of the two results
-            (`horovod_topk.core.probe`). None: off.
+            (`core.exchange.probe`). None: off.
         momentum: "auto": SGD, Adam and AdamW keep their momentum, which then depends on how often
             an element arrives (`horovod_topk.updates.formulas`). A number: momentum correction
-            (`horovod_topk.core.momentum`), which replaces the optimizer's own momentum: give the
+            (`core.codec.momentum`), which replaces the optimizer's own momentum: give the
             optimizer a momentum of 0. Exchanged gradients are velocities then, up to
             1 / (1 - momentum) times larger: clip with `clip_norm`. 0: neither.
         nesterov: whether a momentum that is a number is Nesterov's.
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
-            (`horovod_topk.core.rates`). "auto": on if the learning rate is known.
+            (`core.state.learning_rates`). "auto": on if the learning rate is known.
         ratios: a ratio for some tensors, instead of the method's. A mapping or a sequence of pairs.
             A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a function of a
             tensor's name and shape that returns a bool. A value is a ratio or "dense". The first

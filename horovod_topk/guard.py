@@ -18,7 +18,7 @@ class Guard:
     """Rules that end compression where it does harm: pass one as `guard=`, the same on all ranks.
 
     Each rule warns in the log first. When it fires, all ranks fall back in the same step: the next
-    step sends all residuals, and from then on gradients are dense (`horovod_topk.core.guard`). A
+    step sends all residuals, and from then on gradients are dense (`core.control.guard`). A
     rule that is None is off.
 
     Args:

@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from horovod_topk.core.nodes import Location
+from horovod_topk.core.plan.nodes import Location
 
 Array = NDArray[Any]
 
@@ -50,7 +50,7 @@ class _Sum(_Request):
 
 
 class MpiCollective:
-    """`horovod_topk.core.exchange.Collective` over an MPI communicator.
+    """`core.exchange.Collective` over an MPI communicator.
 
     MPI matches collectives by the order in which they start, so all ranks must launch buckets in
     the same order.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from horovod.common import process_sets
 from horovod.common.process_sets import ProcessSet
 
-from horovod_topk.core.nodes import Location, here
+from horovod_topk.core.plan.nodes import Location, here
 
 _NOBODY = 2**31 - 1  # an id that no process set has
 

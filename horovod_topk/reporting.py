@@ -37,7 +37,7 @@ RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK"
 
 
 class Counters(Protocol):
-    """The counters of `horovod_topk.core.stats.StepCounters` that this module reads."""
+    """The counters of `core.run.stats.StepCounters` that this module reads."""
 
     @property
     def sent_bytes(self) -> int:

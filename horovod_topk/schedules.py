@@ -30,7 +30,7 @@ class Schedule:
             settings cannot have any.
     """
 
-    measures: ClassVar[tuple[str, ...]] = ()  # see `horovod_topk.core.measures`
+    measures: ClassVar[tuple[str, ...]] = ()  # see `core.codec.measures`
 
     profiles: Profiles | Mapping[float, Mapping[str, Any]] = ()  # further settings of levels
 

@@ -36,8 +36,8 @@ from tqdm import tqdm
 from horovod_topk.cli.compare.simulated.exchanges import Compressed, compressed
 from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.cli.processor import cpu_model
-from horovod_topk.core.plan import TensorSpec
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.plan.buckets import TensorSpec
+from horovod_topk.core.run.substitute import parse
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.tensorflow.planning import Settings

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.cli.processor import cpu_model
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels.triton import unsupported
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import DTYPES, TorchOps

@@ -31,9 +31,9 @@ from torch.profiler import ProfilerActivity
 from bench_gpu import origin, refuse
 from horovod_topk.cli.compare.simulated import exchanges
 from horovod_topk.cli.models import specs_of
-from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.plan import Plan, TensorSpec
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.plan.buckets import Plan, TensorSpec
+from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.substitute import parse
 from horovod_topk.kernels.triton import unsupported
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps

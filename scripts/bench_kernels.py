@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.momentum import velocities_of
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.residual import Arenas
-from horovod_topk.core.shards import shard
+from horovod_topk.core.codec.momentum import velocities_of
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.plan.shards import shard
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from horovod_topk.cli.machine import machine
-from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.exchange.rounds import ReducedBucket, state_names, state_plan
 from horovod_topk.core.exchange.sharded import ShardedExchange
-from horovod_topk.core.nodes import Location
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.residual import Arenas
-from horovod_topk.core.rounds import ReducedBucket, state_names, state_plan
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Location
+from horovod_topk.core.run.substitute import parse
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.methods import METHODS, Codec, Method
 from horovod_topk.ops.torch import TorchOps
 

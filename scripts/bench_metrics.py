@@ -29,9 +29,9 @@ import horovod.torch as hvd
 import torch
 
 from bench_exchange import training_step
-from horovod_topk.core import compressor
-from horovod_topk.core.stats import StepCounters
-from horovod_topk.core.step import Step
+from horovod_topk.core.run import compressor
+from horovod_topk.core.run.stats import StepCounters
+from horovod_topk.core.run.step import Step
 from horovod_topk.guard import Guard
 from horovod_topk.metrics import JsonLines
 from horovod_topk.metrics.prometheus import Prometheus

@@ -26,7 +26,7 @@ from horovod_topk.cli.compare.simulated.training import Job
 from horovod_topk.cli.compare.table import markdown
 from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE
 from horovod_topk.cli.compare.verdict import FASTER, NOT, PAYS, UNKNOWN, judge
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.run.substitute import parse
 from study.workloads import workload
 
 LOSS = Metric("loss", higher_is_better=False)

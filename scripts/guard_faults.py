@@ -39,8 +39,8 @@ from torch import Tensor
 
 from horovod_topk.cli.compare.simulated.exchanges import Compressed
 from horovod_topk.cli.compare.simulated.training import Job
-from horovod_topk.core.guard import FLUSHING
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.control.guard import FLUSHING
+from horovod_topk.core.run.substitute import parse
 from study import loops, workloads
 
 RANKS = 4

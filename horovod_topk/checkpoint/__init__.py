@@ -31,8 +31,9 @@ from typing import Any
 from horovod_topk.checkpoint import parts, shard
 from horovod_topk.checkpoint.contents import check_place, is_count
 from horovod_topk.checkpoint.naming import naming
-from horovod_topk.core.base_compressor import ALONE, BaseCompressor, State
-from horovod_topk.core.state_dict import COMMITTED, owner_of, renamed
+from horovod_topk.core.exchange.membership import ALONE
+from horovod_topk.core.run.base_compressor import BaseCompressor, State
+from horovod_topk.core.state.state_dict import COMMITTED, owner_of, renamed
 from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
 
 PATIENCE = 3.0  # seconds that `load` waits for the files of other ranks
@@ -92,7 +93,7 @@ def load(
 
     The number of ranks and the exchange may differ from those of the saved job. Every rank then
     reads the files of all ranks and takes its share of their residuals, so that no gradient is lost
-    (`horovod_topk.core.reshard`); only the velocities of momentum correction start at zero.
+    (`core.state.reshard`); only the velocities of momentum correction start at zero.
 
     Files of another run with the same step, names and shapes are not detected.
 

@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from horovod_topk.core.rates import LARGEST, RATES, rates_of
-from horovod_topk.core.state_dict import (
+from horovod_topk.core.control.guard import guard_of
+from horovod_topk.core.state.learning_rates import LARGEST, RATES, rates_of
+from horovod_topk.core.state.state_dict import (
     COMMITTED,
     OPTIONAL,
     STATE_VERSION,
     asked_of,
     decision_of,
-    guard_of,
     parts_of,
     released_of,
 )

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from horovod_topk.checkpoint.naming import naming
-from horovod_topk.core import reshard
-from horovod_topk.core.rates import LARGEST, RATES
-from horovod_topk.core.state_dict import (
+from horovod_topk.core.state import reshard
+from horovod_topk.core.state.learning_rates import LARGEST, RATES
+from horovod_topk.core.state.state_dict import (
     ASKED,
     COMMITTED,
     DECISION,

@@ -26,7 +26,7 @@ from typing import Any
 
 from horovod_topk.checkpoint import contents
 from horovod_topk.checkpoint.contents import RESIDUALS
-from horovod_topk.core.state_dict import parts_of
+from horovod_topk.core.state.state_dict import parts_of
 from horovod_topk.errors import CheckpointError
 
 FORMAT = "horovod_topk"

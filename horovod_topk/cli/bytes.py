@@ -24,10 +24,10 @@ from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import EXCHANGES, RESIDUALS
 from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.exchange.selection import fewest
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.core.stats import planned_bytes
-from horovod_topk.core.substitute import Substitute, parse
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.run.stats import planned_bytes
+from horovod_topk.core.run.substitute import Substitute, parse
 from horovod_topk.cost.quantities import count
 from horovod_topk.cost.traffic import Busiest, Ranks, cheapest, nodes_of
 from horovod_topk.errors import TopKError

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.plan.buckets import TensorSpec
 
 Shape = tuple[int, ...]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from horovod_topk.config import split_deferred
-from horovod_topk.core.substitute import Substitute
+from horovod_topk.core.run.substitute import Substitute
 from horovod_topk.cost.machine import DEVICES
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.methods.topk import TopK

@@ -1,5 +1,5 @@
 """The framework-neutral implementation of the training step; imports no framework and no NumPy.
 
 It computes on arrays only through `horovod_topk.ops.Ops` and communicates only through
-`horovod_topk.core.exchange.Collective`; callers pass both.
+`core.exchange.Collective`; callers pass both.
 """

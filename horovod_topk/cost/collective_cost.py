@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from horovod_topk.core.exchange import ring_allreduce_bytes
-from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost.machine import Network
 
 # Header bytes of Ethernet, IP and TCP for each byte of data in a full packet: docs/wire.md.

@@ -11,10 +11,10 @@ import functools
 import itertools
 from dataclasses import replace
 
-from horovod_topk.core import payload
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import BucketPlan
-from horovod_topk.core.shards import (
+from horovod_topk.core.plan import payload
+from horovod_topk.core.plan.buckets import BucketPlan
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.plan.shards import (
     ALIGNMENT,
     NodePlan,
     ShardedPlan,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from horovod_topk.config import EXCHANGES
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost import powersgd
 from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
 from horovod_topk.cost.traffic import Ranks, cheapest

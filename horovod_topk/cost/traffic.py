@@ -10,9 +10,9 @@ from horovod_topk.core.exchange.hierarchical import Groups, HierarchicalExchange
 from horovod_topk.core.exchange.reduce import ReduceExchange
 from horovod_topk.core.exchange.selection import fewest, make_exchange
 from horovod_topk.core.exchange.sharded import ShardedExchange
-from horovod_topk.core.nodes import Location, Nodes
-from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
-from horovod_topk.core.shards import NodePlan, ShardedPlan
+from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
+from horovod_topk.core.plan.nodes import Location, Nodes
+from horovod_topk.core.plan.shards import NodePlan, ShardedPlan
 from horovod_topk.cost import owners
 
 

@@ -16,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from horovod_topk.core.agreement import agree_on_nothing
-from horovod_topk.core.base_compressor import by_horovod
-from horovod_topk.core.substitute import horovods
+from horovod_topk.core.exchange.agreement import agree_on_nothing
+from horovod_topk.core.run.attached import ByHorovod
+from horovod_topk.core.run.substitute import horovods
 from horovod_topk.ddp.refusals import check_model
 from horovod_topk.ddp.state import DDPState
 from horovod_topk.errors import ConfigError, NotAttachedError
@@ -208,7 +208,7 @@ class Compressor(TrainingCompressor):
             if isinstance(state, DDPState):
                 return state
         if name := horovods():
-            return by_horovod(name, "torch")  # type: ignore[no-any-return]
+            return ByHorovod(name, "torch")  # type: ignore[return-value]
         raise NotAttachedError(
             f"no compressor's hook is registered with this {type(model).__name__}",
             cure="Call TopKEF().attach(model, optimizer), and pass that model",
@@ -216,4 +216,4 @@ class Compressor(TrainingCompressor):
 
 
 class TopKEF(Compressor, Presets, method=TopK):
-    """Documented by `horovod_topk.core.base_compressor.documentation`."""
+    """Documented by `core.run.base_compressor.documentation`."""

@@ -28,7 +28,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk import reporting
-from horovod_topk.core.base_compressor import BaseCompressor
+from horovod_topk.core.run.base_compressor import BaseCompressor
 from horovod_topk.ddp.hooks import Hooks
 from horovod_topk.ddp.refusals import check_trained
 from horovod_topk.errors import ConfigError

@@ -5,7 +5,7 @@ Users use the states of `horovod_topk.torch.elastic` and `horovod_topk.tensorflo
 
 Each rank commits and restores its own residuals. When the ranks of a job change, they communicate
 once (`manager.Manager.reconcile`), so that the sum of what is still to be applied stays the same
-(`horovod_topk.core.reshard`):
+(`core.state.reshard`):
 
 - a rank that stays multiplies its residual by P_new / P_old with op=Average, and by 1 with op=Sum;
 - a rank that joins starts with a residual of zero, and gets the count of committed steps, which is

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from horovod_topk.checkpoint import parts
-from horovod_topk.core import base_compressor
-from horovod_topk.core.agreement import mismatch
-from horovod_topk.core.plan import Plan
-from horovod_topk.core.reshard import rescaling
-from horovod_topk.core.schedule import Clock
-from horovod_topk.core.stats import Stats
+from horovod_topk.core.control.schedule import Clock
+from horovod_topk.core.exchange.agreement import mismatch
+from horovod_topk.core.plan.buckets import Plan
+from horovod_topk.core.run import base_compressor
+from horovod_topk.core.run.stats import Stats
+from horovod_topk.core.state.reshard import rescaling
 from horovod_topk.elastic.rank_status import UNKNOWN, Membership, RankStatus
 from horovod_topk.elastic.residual_store import ResidualStore
 from horovod_topk.errors import CheckpointError, ConfigError, StateDictError

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horovod_topk.core.guard import Memory
-from horovod_topk.core.schedule import MEMORY, Clock
+from horovod_topk.core.control.guard import Memory
+from horovod_topk.core.control.schedule import MEMORY, Clock
 
 _GUARD = len(Memory._fields)
 _FIELDS = struct.Struct(f"<16s16sIQddId?8sI{MEMORY + 1}d?{_GUARD}d")

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from horovod_topk.checkpoint import shard
 from horovod_topk.checkpoint.contents import is_count
-from horovod_topk.core.state_dict import ASKED, COMMITTED, asked_of, committed_of
+from horovod_topk.core.state.state_dict import ASKED, COMMITTED, asked_of, committed_of
 from horovod_topk.errors import CheckpointError, StateDictError
 
 SUFFIX = ".safetensors"

@@ -92,7 +92,7 @@ class Piece:
     spec: TensorSpec
     numel: int  # elements: those of the gradient, or of its shard
     gradient: int  # position in its bucket of the gradient that it is, or is a shard of
-    first: int = 0  # first block of the shard; see `horovod_topk.core.shards`
+    first: int = 0  # first block of the shard; see `core.plan.shards`
     start: int = 0  # first element in the bucket's arenas
     at: int = 0  # first byte of its data in the payload
     whole: bool = False  # all elements are sent without compression, in the residual's dtype
@@ -447,7 +447,7 @@ class StateSpec:
 
 
 class Follows(Protocol):
-    """What a follower keeps and sends for each tensor; see `horovod_topk.core.follower`.
+    """What a follower keeps and sends for each tensor; see `core.run.follower`.
 
     It is equal on all ranks, and part of the plan's digest.
     """

@@ -7,7 +7,7 @@ k = ceil(level * n) largest are sent. If fewer than k are above the threshold, t
 elements are sent too; if more are, the rest stays in the residual.
 
 Each rank counts the elements above the threshold, and sends the count with its payloads
-(`horovod_topk.core.measures`). From these counts all ranks select the same level for the next step:
+(`core.codec.measures`). From these counts all ranks select the same level for the next step:
 the smallest one that is enough for the rank with the most elements above the threshold.
 
 A payload's body is that of `horovod_topk.methods.topk`, at the level's ratio.

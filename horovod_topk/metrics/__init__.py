@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import TextIO
 
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.run.stats import StepCounters
 
 __all__ = ["JsonLines", "as_dictionary"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from horovod_topk import reporting
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.metrics import as_dictionary
 
 Logs = MutableMapping[str, float] | None

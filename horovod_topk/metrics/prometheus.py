@@ -14,7 +14,7 @@ from prometheus_client import (
 )
 
 from horovod_topk import __version__
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.guard import REASONS
 
 SECONDS = tuple(2.0**power for power in range(-12, 6))  # bounds of histograms: 0.24 ms to 32 s

@@ -9,7 +9,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.metrics import as_dictionary
 from horovod_topk.schedules import check_steps
 

@@ -117,7 +117,7 @@ class TernaryKernel(Protocol[Array]):
 
 @dataclass(frozen=True)
 class Velocities(Generic[Array]):
-    """Momentum correction of a bucket's gradients; see `horovod_topk.core.momentum`.
+    """Momentum correction of a bucket's gradients; see `core.codec.momentum`.
 
     Sequences have one element for each gradient. Arrays are flat, in the dtype of gradients and
     residuals.

@@ -686,7 +686,7 @@ class CpuBucket:
         """Factors and velocities for the kernel to rescale residuals and correct gradients."""
         correction = native.Correction.of([scale for each in scales for scale in each])
         if own is not None:
-            assert self._corrects  # `horovod_topk.core.momentum.check_dtypes` has checked it
+            assert self._corrects  # `core.codec.momentum.check_dtypes` has checked it
             correction.with_velocities(
                 [u.data_ptr() for u in own.before],
                 [u.data_ptr() for u in own.after],

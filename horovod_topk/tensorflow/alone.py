@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.momentum import correct
-from horovod_topk.core.momentum import velocities as velocities_of
+from horovod_topk.core.codec.momentum import correct
+from horovod_topk.core.codec.momentum import velocities as velocities_of
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.graph import clip

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.state_dict import nested, parts_of
+from horovod_topk.core.state.state_dict import nested, parts_of
 
 
 def pack(states: Sequence[Mapping[str, Any]]) -> bytes:

@@ -14,11 +14,11 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import _allreduce
 
 from horovod_topk import process_sets
-from horovod_topk.core import payload as wire
-from horovod_topk.core.agreement import gather_bytes, in_rows
+from horovod_topk.core.exchange.agreement import gather_bytes, in_rows
+from horovod_topk.core.exchange.meeting import wait_until
 from horovod_topk.core.exchange.protocol import check_gathered
-from horovod_topk.core.meeting import wait_until
-from horovod_topk.core.nodes import Location
+from horovod_topk.core.plan import payload as wire
+from horovod_topk.core.plan.nodes import Location
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.timing import GraphTimer
 from horovod_topk.tensorflow.variables import apart
@@ -35,7 +35,7 @@ class _Gathered:
 
 
 class HorovodCollective:
-    """`horovod_topk.core.exchange.Collective` over a Horovod process set.
+    """`core.exchange.Collective` over a Horovod process set.
 
     Args:
         process_set: the ranks that exchange.

@@ -12,10 +12,11 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor as HorovodCompressor
 
 from horovod_topk import reporting
-from horovod_topk.core.base_compressor import BaseCompressor, by_horovod
-from horovod_topk.core.schedule import Schedule
-from horovod_topk.core.stats import StepCounters
-from horovod_topk.core.substitute import horovods
+from horovod_topk.core.control.schedule import Schedule
+from horovod_topk.core.run.attached import ByHorovod
+from horovod_topk.core.run.base_compressor import BaseCompressor
+from horovod_topk.core.run.stats import StepCounters
+from horovod_topk.core.run.substitute import horovods
 from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.protocol import Method
@@ -95,7 +96,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
                 exchanged nothing yet.
         """
         if name := horovods():
-            return by_horovod(name, "tensorflow")  # type: ignore[no-any-return]
+            return ByHorovod(name, "tensorflow")  # type: ignore[return-value]
         holder = optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
         exchange: Any = getattr(holder, "_allreduce_grads", None)
         if not isinstance(getattr(exchange, "compressor", None), Compressor):
@@ -282,4 +283,4 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
 
 class TopKEF(Compressor, Presets, method=TopK):
-    """Documented by `horovod_topk.core.base_compressor.documentation`."""
+    """Documented by `core.run.base_compressor.documentation`."""

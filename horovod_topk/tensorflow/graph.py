@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.clipping import LocalClip, Scope
+from horovod_topk.core.codec.clipping import LocalClip, Scope
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.plan_cache import CachedPlan
 from horovod_topk.tensorflow.state_variables import VariableState
@@ -96,7 +96,7 @@ def clip(gradients: Sequence[Array], clip_norm: float, reduction: str, ranks: in
 
 
 class _Norms:
-    """`horovod_topk.core.clipping.Norms` in graphs."""
+    """`core.codec.clipping.Norms` in graphs."""
 
     def place(self, gradients: Sequence[Array]) -> object:
         """`Norms.place`."""

@@ -1,4 +1,4 @@
-"""Learning-rate rescaling in graphs; `horovod_topk.core.rates` has the mathematics.
+"""Learning-rate rescaling in graphs; `core.state.learning_rates` has the mathematics.
 
 Each residual has two rates, a row of one variable: the rate in whose units the residual is, and the
 largest so far; 0 while there is none. A step that commits assigns them, like the residual; a step
@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.rates import LARGEST, RATES, is_unit
+from horovod_topk.core.state.learning_rates import LARGEST, RATES, is_unit
 from horovod_topk.tensorflow.variables import apart
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.core.base_compressor import why_inactive
-from horovod_topk.core.optimizers import (
+from horovod_topk.core.exchange.membership import why_inactive
+from horovod_topk.core.run.optimizers import (
     HAS_NONE,
     Own,
     advise,

@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.agreement import agree
-from horovod_topk.core.base_compressor import elastic
-from horovod_topk.core.plan import Plan, TensorSpec
-from horovod_topk.core.schedule import Schedule
+from horovod_topk.core.control.schedule import Schedule
+from horovod_topk.core.exchange.agreement import agree
+from horovod_topk.core.exchange.membership import elastic
+from horovod_topk.core.plan.buckets import Plan, TensorSpec
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.planning import Settings, plan_of
 from horovod_topk.tensorflow.state_variables import VariableState

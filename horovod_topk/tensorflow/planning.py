@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.errors import ShapeChangedError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Follows, Method
 

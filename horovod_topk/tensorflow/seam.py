@@ -25,9 +25,9 @@ import horovod._keras
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.core.agreement import agree_on_nothing
-from horovod_topk.core.base_compressor import elastic
-from horovod_topk.core.reductions import reduction_of
+from horovod_topk.core.exchange.agreement import agree_on_nothing
+from horovod_topk.core.exchange.membership import elastic
+from horovod_topk.core.run.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import TensorFlowOps

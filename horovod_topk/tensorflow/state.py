@@ -12,12 +12,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.attached import Attached
-from horovod_topk.core.base_compressor import check_elastic, check_steps_kept, elastic
-from horovod_topk.core.measures import HOST
-from horovod_topk.core.residual import Squares
-from horovod_topk.core.state_dict import VARIABLES, renamed
-from horovod_topk.core.timing import Seconds
+from horovod_topk.core.codec.measures import HOST
+from horovod_topk.core.exchange.membership import check_elastic, check_steps_kept, elastic
+from horovod_topk.core.run.attached import Attached
+from horovod_topk.core.run.timing import Seconds
+from horovod_topk.core.state.residual import Squares
+from horovod_topk.core.state.state_dict import VARIABLES, renamed
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import Buffer

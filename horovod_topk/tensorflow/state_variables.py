@@ -10,21 +10,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.base_compressor import elastic
-from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.codec.measures import HOST, VERDICT, Rows
+from horovod_topk.core.codec.momentum import check_dtypes
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
+from horovod_topk.core.exchange.membership import elastic
+from horovod_topk.core.exchange.rounds import declared, state_plan
 from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.measures import HOST, VERDICT, Rows
-from horovod_topk.core.momentum import check_dtypes
-from horovod_topk.core.part import Part
-from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
-from horovod_topk.core.rates import fall_of
-from horovod_topk.core.residual import Arenas, Squares
-from horovod_topk.core.rounds import declared, state_plan
-from horovod_topk.core.state import State
-from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY, converted
-from horovod_topk.core.stats import describe
-from horovod_topk.core.step import Step, Storage
+from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec
+from horovod_topk.core.run.state import State
+from horovod_topk.core.run.stats import describe
+from horovod_topk.core.run.step import Step, Storage
+from horovod_topk.core.state.learning_rates import fall_of
+from horovod_topk.core.state.named_state import Part
+from horovod_topk.core.state.residual import Arenas, Squares
+from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY, converted
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Follows, Method, Seeded, StateSpec
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps

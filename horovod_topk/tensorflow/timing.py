@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from horovod_topk.core.timing import Seconds
+from horovod_topk.core.run.timing import Seconds
 
 
 class GraphTimer:

@@ -1,6 +1,6 @@
 """Ratios that change from step to step inside traced graphs, which have a branch for each.
 
-`horovod_topk.core.schedule` determines the ratio of each step. In eager mode a step looks it up. A
+`core.control.schedule` determines the ratio of each step. In eager mode a step looks it up. A
 tf.function is traced before its steps run: it gets a branch for every ratio level, and variables
 such as the number of committed steps choose the branch when it runs. All branches share the same
 residuals, whose layout does not depend on the ratio.
@@ -13,18 +13,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core import guard
-from horovod_topk.core.base_compressor import elastic
-from horovod_topk.core.facts import PRIME, START, pack, with_ratio
-from horovod_topk.core.payload import FACTS_BYTES
-from horovod_topk.core.schedule import DENSE, Decision, Schedule
+from horovod_topk.core.control import guard
+from horovod_topk.core.control.schedule import DENSE, Decision, Schedule
+from horovod_topk.core.exchange.membership import elastic
+from horovod_topk.core.plan.facts import PRIME, START, pack, with_ratio
+from horovod_topk.core.plan.payload import FACTS_BYTES
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.variables import apart
 
 
 class TracedSchedule:
-    """`horovod_topk.core.schedule.Counter` in variables, which choose the branch of a graph.
+    """`core.control.schedule.Counter` in variables, which choose the branch of a graph.
 
     Args:
         config: the settings, equal on all ranks.
@@ -105,7 +105,7 @@ class TracedSchedule:
         self._lineage.assign(digest)
 
     def facts(self, ratio: float, rate: Any) -> Any:
-        """Facts of a step in a graph, [4] uint8; see `horovod_topk.core.facts`.
+        """Facts of a step in a graph, [4] uint8; see `core.plan.facts`.
 
         rate: the learning rate, [] float64, or None.
         """
@@ -116,7 +116,7 @@ class TracedSchedule:
         return tf.cast(tf.stack([number // 256**i % 256 for i in range(FACTS_BYTES)]), tf.uint8)
 
     def enter(self, stage: Any) -> None:
-        """Enter a stage of the guard: a number of `horovod_topk.core.guard`, or [] int32."""
+        """Enter a stage of the guard: a number of `core.control.guard`, or [] int32."""
         if self._config.guard is not None:
             self._stage.assign(stage)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.optimizers import warn_of_unknown
+from horovod_topk.core.run.optimizers import warn_of_unknown
 from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.sparse import is_sparse

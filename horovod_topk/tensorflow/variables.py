@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.errors import ShapeChangedError
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.tensorflow.planning import unwrap
@@ -43,7 +43,7 @@ def watched(variable: Any, owner: Forgets, key: object) -> object:
 
 @dataclass(frozen=True)
 class VariablePiece:
-    """`horovod_topk.core.part.Piece` that holds one state variable."""
+    """`core.state.named_state.Piece` that holds one state variable."""
 
     variable: Any
     parts: int = 1
@@ -65,7 +65,7 @@ class VariablePiece:
 
 @dataclass(frozen=True)
 class RowPiece:
-    """`horovod_topk.core.part.Piece` that holds a row of a variable which all tensors share."""
+    """`core.state.named_state.Piece` that holds a row of a variable which all tensors share."""
 
     variable: Any
     row: int

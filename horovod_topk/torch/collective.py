@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from horovod_topk import process_sets
-from horovod_topk.core.agreement import gather_bytes, in_rows
+from horovod_topk.core.exchange.agreement import gather_bytes, in_rows
+from horovod_topk.core.exchange.meeting import wait_until
 from horovod_topk.core.exchange.protocol import check_gathered
-from horovod_topk.core.meeting import wait_until
-from horovod_topk.core.nodes import Location
-from horovod_topk.core.payload import check_counts
-from horovod_topk.core.state_dict import converted
-from horovod_topk.core.timing import StepTimer
+from horovod_topk.core.plan.nodes import Location
+from horovod_topk.core.plan.payload import check_counts
+from horovod_topk.core.run.timing import StepTimer
+from horovod_topk.core.state.state_dict import converted
 from horovod_topk.ops.torch import TorchOps
 
 UNCHECKED = 1 << 19  # bytes: Horovod can count as many from each of 4,095 ranks
@@ -86,7 +86,7 @@ class _Sum:
 
 
 class HorovodCollective:
-    """`horovod_topk.core.exchange.Collective` over a Horovod process set.
+    """`core.exchange.Collective` over a Horovod process set.
 
     Args:
         process_set: the ranks that take part.

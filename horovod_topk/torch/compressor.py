@@ -8,8 +8,8 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
 
-from horovod_topk.core.base_compressor import by_horovod
-from horovod_topk.core.substitute import horovods
+from horovod_topk.core.run.attached import ByHorovod
+from horovod_topk.core.run.substitute import horovods
 from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.topk import Presets, TopK
@@ -67,7 +67,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         """
         state = getattr(optimizer, "_topkef", None)
         if state is None and (name := horovods()):
-            return by_horovod(name, "torch")  # type: ignore[no-any-return]
+            return ByHorovod(name, "torch")  # type: ignore[return-value]
         if not isinstance(state, OptimizerState):
             raise NotAttachedError(
                 f"{type(optimizer).__name__} was not built with compression=TopKEF",
@@ -124,4 +124,4 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
 
 
 class TopKEF(Compressor, Presets, method=TopK):
-    """Documented by `horovod_topk.core.base_compressor.documentation`."""
+    """Documented by `core.run.base_compressor.documentation`."""

@@ -12,8 +12,8 @@ import horovod.torch as hvd
 from horovod.torch.optimizer import split_list
 from torch import Tensor
 
-from horovod_topk.core.plan import Plan
-from horovod_topk.core.reductions import reduction_of
+from horovod_topk.core.plan.buckets import Plan
+from horovod_topk.core.run.reductions import reduction_of
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training import specs
 

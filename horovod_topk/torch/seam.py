@@ -31,9 +31,10 @@ import torch
 from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
 
 from horovod_topk import reporting
-from horovod_topk.core.agreement import agree_on_nothing
-from horovod_topk.core.base_compressor import BaseCompressor, elastic
-from horovod_topk.core.reductions import reduction_of
+from horovod_topk.core.exchange.agreement import agree_on_nothing
+from horovod_topk.core.exchange.membership import elastic
+from horovod_topk.core.run.base_compressor import BaseCompressor
+from horovod_topk.core.run.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.collective import HorovodCollective

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.errors import ConfigError, ShapeChangedError
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.core.base_compressor import check_steps_kept, elastic
+from horovod_topk.core.exchange.membership import check_steps_kept, elastic
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.hooks import Hooks

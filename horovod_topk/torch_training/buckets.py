@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from horovod_topk.core.plan import Plan
+from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.torch_training.ready import (
     ReadyGradient,
     Slot,

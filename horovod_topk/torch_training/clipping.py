@@ -1,4 +1,4 @@
-"""Gradient clipping in PyTorch; `horovod_topk.core.clipping` gives the threshold and the reason."""
+"""Gradient clipping in PyTorch; `core.codec.clipping` gives the threshold and the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.core.clipping import LocalClip, Scope
+from horovod_topk.core.codec.clipping import LocalClip, Scope
 from horovod_topk.torch_training.tracing import untraced
 
 _STRETCH = 1 << 16  # elements of a stretch that is summed in float32
@@ -52,7 +52,7 @@ def local_clip(clip_norm: float, reduction: str) -> LocalClip[Tensor]:
 
 
 class Norms:
-    """`horovod_topk.core.clipping.Norms`: floats for host gradients, tensors on accelerators.
+    """`core.codec.clipping.Norms`: floats for host gradients, tensors on accelerators.
 
     To avoid waiting for accelerators, the gradients on each device are clipped by their own norm.
     """

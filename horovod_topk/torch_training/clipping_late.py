@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.optim import SGD
 
-from horovod_topk.core.optimizers import warn_of_clipping
+from horovod_topk.core.run.optimizers import warn_of_clipping
 from horovod_topk.torch_training.buckets import Buckets
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.profiler import record_function
 
-from horovod_topk.core.agreement import in_rows
-from horovod_topk.core.nodes import Location, here
-from horovod_topk.core.timing import StepTimer
+from horovod_topk.core.exchange.agreement import in_rows
+from horovod_topk.core.plan.nodes import Location, here
+from horovod_topk.core.run.timing import StepTimer
 from horovod_topk.torch_training.meeting import Meeting
 
 # all_gather_single is the name since PyTorch 2.13 of all_gather_into_tensor.
@@ -51,7 +51,7 @@ class _Pending:
 
 
 class GroupCollective:
-    """`horovod_topk.core.exchange.Collective` over a process group.
+    """`core.exchange.Collective` over a process group.
 
     Args:
         group: the process group.

@@ -6,8 +6,8 @@ import weakref
 from typing import Any
 
 from horovod_topk import reporting
-from horovod_topk.core.base_compressor import BaseCompressor
-from horovod_topk.core.substitute import horovods
+from horovod_topk.core.run.base_compressor import BaseCompressor
+from horovod_topk.core.run.substitute import horovods
 from horovod_topk.torch_training.scaling import check_scaler
 from horovod_topk.torch_training.state import TrainingState
 

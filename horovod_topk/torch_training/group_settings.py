@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-from horovod_topk.core.optimizers import kind_of
+from horovod_topk.core.run.optimizers import kind_of
 from horovod_topk.errors import ConfigError
 
 

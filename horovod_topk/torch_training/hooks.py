@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.torch_training import momentum
 from horovod_topk.torch_training.buckets import Buckets, Use
 from horovod_topk.torch_training.clipping_late import LateClipping

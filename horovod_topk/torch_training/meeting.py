@@ -14,8 +14,8 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from horovod_topk.core.agreement import in_rows
-from horovod_topk.core.meeting import CURE, wait_until
+from horovod_topk.core.exchange.agreement import in_rows
+from horovod_topk.core.exchange.meeting import CURE, wait_until
 from horovod_topk.errors import PlanMismatchError
 
 _CAME = b"\0"  # what a rank says begins so if it has come to a meeting
@@ -25,7 +25,7 @@ _MET = weakref.WeakKeyDictionary()
 
 
 class Meeting:
-    """Meetings of one process group; see `horovod_topk.core.meeting.Meets`.
+    """Meetings of one process group; see `core.exchange.meeting.Meets`.
 
     Args:
         group: the process group, whose backend has a store.

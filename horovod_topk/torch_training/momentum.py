@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW
 
-from horovod_topk.core.optimizers import (
+from horovod_topk.core.run.optimizers import (
     HAS_NONE,
     Own,
     check_once,
@@ -27,7 +27,7 @@ from horovod_topk.core.optimizers import (
     note_followed,
     why_not_by_arrivals,
 )
-from horovod_topk.core.optimizers import advise as advise_of
+from horovod_topk.core.run.optimizers import advise as advise_of
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training.group_settings import betas_of, momentum_of, number_of

@@ -12,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from horovod_topk.core.clipping import LocalClip
-from horovod_topk.core.plan import Plan
+from horovod_topk.core.codec.clipping import LocalClip
+from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training.clipping import local_clip
 from horovod_topk.torch_training.scaling import ONE, LossScale, Scaler, check_dtypes

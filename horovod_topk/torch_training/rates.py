@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from horovod_topk.core.optimizers import kind_of
-from horovod_topk.core.rates import Rates, fall_of
+from horovod_topk.core.run.optimizers import kind_of
+from horovod_topk.core.state.learning_rates import Rates, fall_of
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training.group_settings import number_of

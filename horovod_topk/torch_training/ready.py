@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.errors import (
     GradientChangedError,
     OverlappingGradientError,

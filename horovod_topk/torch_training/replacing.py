@@ -4,9 +4,9 @@ The new one inherits the residuals of ranks and owners, and the method's own sta
 arrivals, learning rates, warm-up, the ratio asked for and the guard's memory start anew, as they
 belong to the optimizer that was replaced: in the first steps of a new one its moments form.
 
-A residual that has grown because the learning rate has fallen (`horovod_topk.core.rates`) is scaled
-back to gradients at the largest rate: the new optimizer's learning rate has no relation to the old
-one's, and may be of another kind (SGD's and Adam's).
+A residual that has grown because the learning rate has fallen (`core.state.learning_rates`) is
+scaled back to gradients at the largest rate: the new optimizer's learning rate has no relation to
+the old one's, and may be of another kind (SGD's and Adam's).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, STEPS
+from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, STEPS
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 

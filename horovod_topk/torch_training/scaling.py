@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from horovod_topk.core.plan import Plan
+from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.errors import ConfigError, GradientChangedError, UnsupportedDtypeError
 
 log = logging.getLogger("horovod_topk")

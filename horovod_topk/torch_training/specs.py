@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.methods.protocol import Method
 
 

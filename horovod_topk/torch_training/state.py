@@ -16,16 +16,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from horovod_topk.core.agreement import agree
-from horovod_topk.core.attached import Attached
-from horovod_topk.core.base_compressor import check_elastic, elastic, guarded
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.exchange.agreement import agree
+from horovod_topk.core.exchange.membership import check_elastic, elastic
+from horovod_topk.core.exchange.probe import Probe
 from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.plan import Plan
-from horovod_topk.core.probe import Probe
-from horovod_topk.core.stats import Stats, describe
-from horovod_topk.core.timing import Timed
+from horovod_topk.core.plan.buckets import Plan
+from horovod_topk.core.run.attached import Attached
+from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.optimizers import guarded
+from horovod_topk.core.run.stats import Stats, describe
+from horovod_topk.core.run.timing import Timed
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.buckets import Buckets

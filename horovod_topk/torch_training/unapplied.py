@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from horovod_topk.core.counting import Counting
-from horovod_topk.core.optimizers import kind_of
+from horovod_topk.core.run.counting import Counting
+from horovod_topk.core.run.optimizers import kind_of
 from horovod_topk.torch_training.stepping import takes_back
 
 log = logging.getLogger("horovod_topk")

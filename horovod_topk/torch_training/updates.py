@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from horovod_topk.core.base_compressor import elastic
-from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange.membership import elastic
+from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.errors import ConfigError
 from horovod_topk.ops.coding import ALWAYS
 from horovod_topk.torch_training.group_settings import betas_of, not_a_number, number_in

@@ -22,7 +22,7 @@ Elements that arrive in nearly every step have the largest gradients; they move 
 the learning rate is near its largest value. And a tensor's gradient that is suddenly larger than
 those of the last steps is scaled down to 1.5 times their mean norm n. No element of a tensor that
 is sent whole moves less for arriving often. Steps in which G is 0 leave n as it is. Where residuals
-grow because the learning rate has fallen (`horovod_topk.core.rates`), n grows as much. n counts
+grow because the learning rate has fallen (`core.state.learning_rates`), n grows as much. n counts
 gradients that were scaled down as large as they were, so that a lasting change is followed.
 
 **Adam** divides by the root of a mean square v of gradients. As what was not sent adds up, quick

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.core.follower import Memory
-from horovod_topk.core.plan import BucketPlan
-from horovod_topk.core.residual import Arenas
-from horovod_topk.core.shards import first_block
+from horovod_topk.core.plan.buckets import BucketPlan
+from horovod_topk.core.plan.shards import first_block
+from horovod_topk.core.run.follower import Memory
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.methods.protocol import Method, Piece, StateSpec
 from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import LIMIT, shard_numel
@@ -97,7 +97,7 @@ class Tracker(Generic[Array]):
         self.rule, self._ops, self._moments = rule, ops, moments
 
     def follow(self, bucket: BucketPlan, memory: Memory) -> Energies[Array] | Norms[Array]:
-        """`horovod_topk.core.follower.Follow`."""
+        """`core.run.follower.Follow`."""
         if self.rule.normalises:
             return Energies(bucket, memory, self._ops, self._moments)
         return Norms(bucket, memory, self._ops)

@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster import Link
 from horovod_topk.cli.models import known_specs
-from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost.collective_cost import CollectiveCost
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine

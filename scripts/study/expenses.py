@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from horovod_topk.cli.bench.figures import figures
-from horovod_topk.core.substitute import Substitute, parse
+from horovod_topk.core.run.substitute import Substitute, parse
 from horovod_topk.errors import TopKError
 from network.runs import QUANTISED, SPARSE
 from study.markdown import table

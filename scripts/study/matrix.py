@@ -14,7 +14,7 @@ from typing import Any
 from horovod_topk.cli.compare.records import Store
 from horovod_topk.cli.compare.result import Found
 from horovod_topk.cli.compare.session import results
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.run.substitute import parse
 from study import pictures
 from study.markdown import rounded, spread, table
 from study.results import DENSE, RESULTS, Row, Study, end, shown

@@ -12,7 +12,7 @@ from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.dithered import Dithered, DitheredSum
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import Method
 from horovod_topk.methods.keys import Key

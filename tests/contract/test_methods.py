@@ -24,10 +24,10 @@ from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.two_rounds import TwoRounds
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.announcing import announced_bytes
-from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
-from horovod_topk.core.rounds import round_plans
-from horovod_topk.core.shards import shard
+from horovod_topk.core.exchange.announcing import announced_bytes
+from horovod_topk.core.exchange.rounds import round_plans
+from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.shards import shard
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import (
     METHODS,

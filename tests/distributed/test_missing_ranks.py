@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_topk.core.meeting import VARIABLE
+from horovod_topk.core.exchange.meeting import VARIABLE
 from launcher import HOROVODRUN, TORCHRUN, run
 
 pytestmark = pytest.mark.distributed

@@ -99,7 +99,7 @@ struct Job {
   }
 };
 
-/* The format as the docstring of horovod_topk/core/payload.py has it, bit by bit. */
+/* The format as the docstring of horovod_topk/core/plan/payload.py has it, bit by bit. */
 int64_t bytes_of(int64_t bits) { return (bits + 7) / 8; }
 
 int64_t block_of(int64_t kind) { return kind == SIGN ? 1024 : kind == INT8 || kind == INT4 ? 128 : 0; }

@@ -1,4 +1,4 @@
-"""Payloads byte for byte, put together by hand from the docstrings of `core/payload.py`
+"""Payloads byte for byte, put together by hand from the docstrings of `core/plan/payload.py`
 and `methods/topk.py`.
 
 A failure here means that ranks of two versions no longer understand each other: raise
@@ -17,8 +17,8 @@ from oracle import wire
 from oracle.backends import Backend, each_framework
 from oracle.world import World
 
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.errors import PayloadError, PlanMismatchError
 from horovod_topk.methods.topk import TopK
 

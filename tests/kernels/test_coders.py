@@ -13,9 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.errors import PayloadError
 from horovod_topk.kernels import native
 from horovod_topk.methods import QSGD, ByteGrad, Codec, OneBit, SignSGD, TernGrad

@@ -24,10 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
-from horovod_topk.core.residual import Arenas
-from horovod_topk.core.shards import ShardedPlan, shard
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.plan.shards import ShardedPlan, shard
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import native
 from horovod_topk.methods.topk import VALUES, Entries, TopK
 from horovod_topk.ops import coding

@@ -21,10 +21,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_topk.core import payload as wire
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.plan import WIDTH, BucketPlan, TensorSpec, make_plan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.plan import payload as wire
+from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import triton
 from horovod_topk.kernels.triton import unavailable, unsupported
 from horovod_topk.kernels.triton.tables import (

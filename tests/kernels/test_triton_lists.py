@@ -19,10 +19,10 @@ import torch
 from test_triton import DEVICE, assert_same, compiled, needs_triton, run_cases, triton_version
 from torch import Tensor
 
-from horovod_topk.core.follower import Memory
-from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
-from horovod_topk.core.residual import Arenas
-from horovod_topk.core.rounds import state_plan
+from horovod_topk.core.exchange.rounds import state_plan
+from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.run.follower import Memory
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import native, triton
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.protocol import Place

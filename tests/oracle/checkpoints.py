@@ -7,8 +7,8 @@ from typing import Any
 
 from horovod_topk import checkpoint
 from horovod_topk.checkpoint import shard
-from horovod_topk.core.state_dict import parts_of
-from horovod_topk.core.stats import Stats
+from horovod_topk.core.run.stats import Stats
+from horovod_topk.core.state.state_dict import parts_of
 from oracle.world import World
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from horovod_topk.config import EXCHANGES
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.methods.topk import VALUES, TopK
 from oracle.world import Gradients
 

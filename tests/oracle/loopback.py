@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from horovod_topk.core.nodes import Location
-from horovod_topk.core.payload import check_counts
+from horovod_topk.core.plan.nodes import Location
+from horovod_topk.core.plan.payload import check_counts
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -141,7 +141,7 @@ class LoopbackPending(Generic[Array]):
 
 @dataclass(frozen=True)
 class LoopbackCollective(Generic[Array]):
-    """`horovod_topk.core.exchange.Collective` of one rank."""
+    """`core.exchange.Collective` of one rank."""
 
     network: Loopback[Array]
     rank: int

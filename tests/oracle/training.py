@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_topk.core.agreement import agree
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
+from horovod_topk.core.exchange.agreement import agree
 from horovod_topk.core.exchange.selection import make_exchange
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.numpy import NumpyOps
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_topk.core.plan import BucketPlan
+from horovod_topk.core.plan.buckets import BucketPlan
 from horovod_topk.methods.topk import Entries
 
 

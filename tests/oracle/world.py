@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.selection import choose, make_exchange
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
-from horovod_topk.core.residual import ResidualRegistry
+from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.state.residual import ResidualRegistry
 from horovod_topk.updates.tracker import Moments, Tracker
 from oracle import wire
 from oracle.backends import Backend

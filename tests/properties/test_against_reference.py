@@ -8,7 +8,7 @@ from oracle.backends import Backend, each_framework
 from oracle.reference import Reference
 from oracle.world import World
 
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.methods.topk import TopK
 
 RATIO, STEPS = "0.07", 10

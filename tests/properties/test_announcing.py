@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from oracle.backends import NATIVE, NUMPY, TENSORFLOW, Backend
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.announcing import announced_bytes
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.shards import shard
+from horovod_topk.core.exchange.announcing import announced_bytes
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.plan.shards import shard
 from horovod_topk.errors import PayloadError, TopKError
 from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import Announced, AnnouncingCodec, Piece

@@ -13,16 +13,16 @@ from oracle.loopback import Loopback, LoopbackCollective, on_every_rank
 from oracle.world import nodes_of_sizes
 
 from horovod_topk.config import EXCHANGES
-from horovod_topk.core.base_compressor import check_elastic
 from horovod_topk.core.exchange import Exchange
+from horovod_topk.core.exchange.membership import check_elastic
 from horovod_topk.core.exchange.selection import (
     SECOND_SELECTION,
     choose,
     exchange_of,
     make_exchange,
 )
-from horovod_topk.core.nodes import Location
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Location
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import Dense, Method, PowerSGD, RandomK
 from horovod_topk.methods.topk import TopK

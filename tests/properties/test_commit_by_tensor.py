@@ -14,7 +14,7 @@ from oracle.examples import examples
 from oracle.jobs import jobs, steps
 from oracle.world import Gradients, World
 
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.powersgd import PowerSGD
 from horovod_topk.methods.protocol import Method

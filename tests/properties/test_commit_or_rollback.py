@@ -11,8 +11,8 @@ from oracle.examples import examples
 from oracle.jobs import NONFINITE, Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.methods.topk import TopK
 
 ENDINGS = ("commit", "roll back", "poison", "forget", "send again")

@@ -14,8 +14,8 @@ from oracle.examples import examples
 from oracle.jobs import gradient, jobs, steps, within_float16
 from oracle.world import World, same_bits
 
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.reshard import pending
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.state.reshard import pending
 from horovod_topk.methods.bytegrad import ByteGrad
 from horovod_topk.methods.onebit import OneBit
 from horovod_topk.methods.powersgd import PowerSGD

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from oracle.backends import NATIVE, NUMPY, Backend
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import PayloadError, PlanMismatchError
 from horovod_topk.methods import METHODS, Codec, Method
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from horovod_topk.checkpoint import shard
-from horovod_topk.core.guard import Memory
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.core.stats import Stats
+from horovod_topk.core.control.guard import Memory
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
+from horovod_topk.core.run.stats import Stats
 from horovod_topk.elastic import Manager
 from horovod_topk.elastic.rank_status import Clock
 from horovod_topk.errors import ConfigError, PlanMismatchError

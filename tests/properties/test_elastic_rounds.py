@@ -20,13 +20,13 @@ from oracle.loopback import Loopback
 from oracle.schedules import ByGradient
 from oracle.two_rounds import TwoRounds
 
-from horovod_topk.core.attached import Attached
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.control.schedule import Clock
 from horovod_topk.core.exchange.selection import make_exchange
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.rates import Rates
-from horovod_topk.core.schedule import Clock
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.run.attached import Attached
+from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.state.learning_rates import Rates
 from horovod_topk.elastic import Manager
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.protocol import Method

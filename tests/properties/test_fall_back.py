@@ -13,8 +13,8 @@ from oracle.schedules import ByGradient
 from oracle.two_rounds import TwoRounds
 from oracle.world import SPECS, Gradients, World, gradients, same_bits
 
-from horovod_topk.core.guard import COMPRESSING, DENSE, FLUSHING
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.control.guard import COMPRESSING, DENSE, FLUSHING
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.guard import Guard
 from horovod_topk.methods.dense import Dense

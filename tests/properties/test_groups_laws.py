@@ -15,8 +15,8 @@ from oracle.jobs import Job, jobs, steps
 from oracle.loopback import Loopback, on_every_rank
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.agreement import agree
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.exchange.agreement import agree
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.errors import PlanMismatchError
 from horovod_topk.methods.topk import TopK, entries
 from horovod_topk.ratios import checked_rules

@@ -14,9 +14,9 @@ from oracle.examples import examples
 from oracle.jobs import NONFINITE, jobs, steps
 from oracle.world import Gradients, World, nodes_of_sizes, same_bits
 
-from horovod_topk.core.nodes import Location, Nodes, nodes_of
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.core.shards import first_block, shard_sums
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Location, Nodes, nodes_of
+from horovod_topk.core.plan.shards import first_block, shard_sums
 from horovod_topk.errors import PayloadError, StateDictError
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.coding import index_bytes

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from oracle.backends import NUMPY, TORCH, Backend, each_backend
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.core.rates import FASTEST, SMALLEST, Rates, fall_of, rates_of
-from horovod_topk.core.reshard import pending
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
+from horovod_topk.core.state.learning_rates import FASTEST, SMALLEST, Rates, fall_of, rates_of
+from horovod_topk.core.state.reshard import pending
 from horovod_topk.errors import PlanMismatchError, StateDictError
 from horovod_topk.methods.topk import TopK
 

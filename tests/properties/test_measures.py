@@ -13,8 +13,8 @@ from oracle.schedules import ByGradient, Counting
 from oracle.two_rounds import TwoRounds
 from oracle.world import SPECS, Gradients, World, gradients, same_bits
 
-from horovod_topk.core.plan import make_plan
-from horovod_topk.core.schedule import Schedule as Levels
+from horovod_topk.core.control.schedule import Schedule as Levels
+from horovod_topk.core.plan.buckets import make_plan
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import Method

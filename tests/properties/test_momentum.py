@@ -15,7 +15,7 @@ from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import (
     ConfigError,
     StateDictError,

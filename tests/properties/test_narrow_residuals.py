@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from oracle.backends import NATIVE, NUMPY, Backend, each_backend
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.reshard import pending
-from horovod_topk.core.residual import STORED
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.state.reshard import pending
+from horovod_topk.core.state.residual import STORED
 from horovod_topk.methods.onebit import OneBit
 from horovod_topk.methods.powersgd import PowerSGD
 from horovod_topk.methods.terngrad import TernGrad

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from oracle.backends import NUMPY, Backend, each_framework
 from oracle.world import World
 
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import ByteGrad, Codec, OneBit
 from horovod_topk.methods.protocol import Piece

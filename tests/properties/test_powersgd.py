@@ -14,7 +14,7 @@ from oracle.backends import NUMPY, TORCH, Backend
 from oracle.world import World
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.methods import PowerSGD, SignSGD
 

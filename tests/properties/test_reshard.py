@@ -9,8 +9,8 @@ import pytest
 from oracle.backends import NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.world import World, nodes_of_sizes
 
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.reshard import pending, share_out
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.state.reshard import pending, share_out
 from horovod_topk.methods.topk import TopK
 
 SPECS = [

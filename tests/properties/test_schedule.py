@@ -13,7 +13,7 @@ from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.methods.topk import TopK
 
 RUNGS = (0.5, 0.25, 0.05)

@@ -14,8 +14,8 @@ from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.core.shards import first_block, shard, shard_numel
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.shards import first_block, shard, shard_numel
 from horovod_topk.errors import PayloadError, StateDictError
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.coding import index_bytes
@@ -246,7 +246,7 @@ def test_a_rank_that_abandons_a_step_does_not_hold_up_the_others() -> None:
 def test_ranks_that_deal_otherwise_do_not_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     (bucket,) = plan_of().buckets
     here = shard(bucket, 2)
-    monkeypatch.setattr("horovod_topk.core.shards.SHARD_BLOCK", 64)
+    monkeypatch.setattr("horovod_topk.core.plan.shards.SHARD_BLOCK", 64)
     there = shard(bucket, 2)
     assert {p.digest for p in here.scatter}.isdisjoint(p.digest for p in there.scatter)
     assert {p.digest for p in here.gather}.isdisjoint(p.digest for p in there.gather)

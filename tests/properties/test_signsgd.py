@@ -9,7 +9,7 @@ import pytest
 from oracle.backends import NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.world import World
 
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import SignSGD
 

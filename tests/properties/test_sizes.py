@@ -9,8 +9,8 @@ import pytest
 from oracle.backends import NUMPY
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.reshard import pending
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.state.reshard import pending
 from horovod_topk.methods.topk import TopK
 
 SPECS = [TensorSpec("conv", (60, 50), "float32"), TensorSpec("bias", (60,), "float32")]

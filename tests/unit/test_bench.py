@@ -27,7 +27,7 @@ from horovod_topk.cli.bench.runners import build, compressor
 from horovod_topk.cli.bench.script import time_script
 from horovod_topk.cli.bench.table import table
 from horovod_topk.cli.files import check_writable
-from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.errors import TopKError
 from horovod_topk.reporting import RANKS
 from horovod_topk.torch import TopKEF

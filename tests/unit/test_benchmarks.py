@@ -11,7 +11,7 @@ import bench
 import bench_gpu
 import bench_gpu_step
 import bench_kernels
-from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.plan.buckets import TensorSpec
 
 NUMEL = 5_000
 

@@ -15,7 +15,7 @@ import pytest
 from horovod_topk import cli
 from horovod_topk.cli.models import known_specs
 from horovod_topk.cli.options import MOST_LOCAL, MOST_RANKS
-from horovod_topk.core.plan import BucketPlan, make_plan
+from horovod_topk.core.plan.buckets import BucketPlan, make_plan
 from horovod_topk.cost import owners
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import VALUES, TopK

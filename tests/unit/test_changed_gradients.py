@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_topk.core.plan import make_plan
+from horovod_topk.core.plan.buckets import make_plan
 from horovod_topk.errors import GradientChangedError
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import TopK

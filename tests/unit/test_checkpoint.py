@@ -17,9 +17,9 @@ from oracle.checkpoints import ranks, resigned, save
 from oracle.world import World
 
 from horovod_topk import checkpoint
-from horovod_topk.core.base_compressor import ALONE
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.reshard import pending
+from horovod_topk.core.exchange.membership import ALONE
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.state.reshard import pending
 from horovod_topk.errors import CheckpointError, StateDictError, TopKError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.qsgd import QSGD

@@ -10,8 +10,8 @@ import pytest
 from oracle.backends import NUMPY, Backend, each_backend
 from oracle.world import World, same_bits
 
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.stats import Stats, measured
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.run.stats import Stats, measured
 from horovod_topk.errors import StateDictError
 from horovod_topk.methods.topk import TopK
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from horovod_topk.cli.models import known_specs
-from horovod_topk.core import shards
-from horovod_topk.core.announcing import announced_bytes
 from horovod_topk.core.exchange import ring_allreduce_bytes
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.exchange.announcing import announced_bytes
+from horovod_topk.core.plan import shards
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost import owners, powersgd
 from horovod_topk.cost.collective_cost import HEADERS, CollectiveCost, ring_allreduce

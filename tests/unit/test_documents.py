@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from horovod_topk.core.base_compressor import State
-from horovod_topk.core.stats import Stats, StepCounters
+from horovod_topk.core.run.base_compressor import State
+from horovod_topk.core.run.stats import Stats, StepCounters
 from horovod_topk.methods import METHODS
 
 ROOT = Path(__file__).parents[2]

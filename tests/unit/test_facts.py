@@ -11,10 +11,11 @@ import pytest
 from oracle.backends import NUMPY
 from oracle.world import Gradients, World
 
-from horovod_topk.core import facts, meeting
-from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.payload import facts_within, wrong_length
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.exchange import meeting
+from horovod_topk.core.plan import facts
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.plan.payload import facts_within, wrong_length
+from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.errors import (
     ConfigError,
     MissingRanksError,

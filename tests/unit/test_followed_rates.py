@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from horovod_topk.checkpoint.parts import Job, common_in, fitting, share_out
-from horovod_topk.core.rates import Rates
+from horovod_topk.core.state.learning_rates import Rates
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.topk import TopK
 from horovod_topk.torch import TopKEF

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from horovod_topk.config import AUTO
-from horovod_topk.core.optimizers import kind_of
+from horovod_topk.core.run.optimizers import kind_of
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.randomk import RandomK
 from horovod_topk.methods.topk import TopK

@@ -14,10 +14,10 @@ import pytest
 
 from horovod_topk import cli
 from horovod_topk.cli.bench.methods import parse_methods
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.core.schedule import Schedule
-from horovod_topk.core.shards import shard, shard_sums
+from horovod_topk.core.control.schedule import Schedule
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.plan.shards import shard, shard_sums
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ratios import Predicate, checked_rules, made_again

@@ -12,9 +12,8 @@ import pytest
 
 import horovod_topk
 from horovod_topk import reporting
-from horovod_topk.core.guard import DENSE, FLUSHING, Memory, Watch
-from horovod_topk.core.state_dict import guard_of
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.control.guard import DENSE, FLUSHING, Memory, Watch, guard_of
+from horovod_topk.core.run.substitute import parse
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.guard import Guard
 from horovod_topk.methods.topk import TopK

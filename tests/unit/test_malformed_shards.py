@@ -25,7 +25,7 @@ from safetensors.torch import save as safetensors
 
 from horovod_topk import checkpoint
 from horovod_topk.checkpoint import shard
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import CheckpointError, StateDictError, TopKError
 from horovod_topk.methods.topk import TopK
 

@@ -21,10 +21,10 @@ import pytest
 from oracle.backends import NUMPY, Backend, each_backend
 from oracle.world import World
 
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.probe import Probe, compare
-from horovod_topk.core.stats import StepCounters
-from horovod_topk.core.timing import Seconds, StepTimer
+from horovod_topk.core.exchange.probe import Probe, compare
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.run.stats import StepCounters
+from horovod_topk.core.run.timing import Seconds, StepTimer
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.topk import TopK

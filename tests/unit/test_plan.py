@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from oracle.jobs import Job, jobs
 
 from horovod_topk.cli.models import resnet50_specs
-from horovod_topk.core import plan as planning
 from horovod_topk.core.exchange import ring_allreduce_bytes
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan import buckets as planning
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.cost.traffic import exchange_of, nodes_of
 from horovod_topk.errors import (
     ConfigError,

@@ -15,7 +15,7 @@ from horovod_topk import cli, reporting
 from horovod_topk.cli import frameworks
 from horovod_topk.cli.options import Parser, joined
 from horovod_topk.cli.plan import arguments, kernels, measure
-from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.strategies import Multiples
 from horovod_topk.methods import METHODS

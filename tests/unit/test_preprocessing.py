@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.amp import GradScaler
 
-from horovod_topk.core.clipping import LocalClip, local_threshold
+from horovod_topk.core.codec.clipping import LocalClip, local_threshold
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch import TopKEF
 from horovod_topk.torch_training.clipping import Norms, local_clip

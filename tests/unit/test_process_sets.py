@@ -9,7 +9,7 @@ from horovod.common import process_sets as theirs
 from oracle.canary import HOROVOD, functions
 
 from horovod_topk import process_sets
-from horovod_topk.core.nodes import Location
+from horovod_topk.core.plan.nodes import Location
 
 # What `horovod_topk/process_sets.py` relies on in Horovod 0.28.1.
 RELIED_ON = {

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from oracle.backends import Backend, each_backend
 
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.residual import ResidualRegistry
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.state.residual import ResidualRegistry
 from horovod_topk.errors import StateDictError
 from horovod_topk.methods.topk import TopK
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from horovod_topk.core.schedule import Schedule as Levels
+from horovod_topk.core.control.schedule import Schedule as Levels
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.topk import TopK
 from horovod_topk.schedules import MEMORY, Accordion, ByNetwork, Decision, Schedule

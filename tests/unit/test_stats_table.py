@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from horovod_topk.core.stats import Stats
+from horovod_topk.core.run.stats import Stats
 
 WHOLE = {
     f"layers.{i}.bias": f"{i + 1} elements, fewer than min_numel=1024: sent dense"

@@ -11,8 +11,8 @@ import pytest
 
 from horovod_topk import checkpoint, errors
 from horovod_topk.config import DEFERRED
-from horovod_topk.core import substitute
-from horovod_topk.core.substitute import VARIABLE, parse
+from horovod_topk.core.run import substitute
+from horovod_topk.core.run.substitute import VARIABLE, parse
 
 
 @pytest.mark.parametrize(

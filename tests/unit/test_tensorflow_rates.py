@@ -71,7 +71,7 @@ def test_the_rate_within_a_loss_scale_and_of_an_optimizer_without_one() -> None:
     ],
 )
 def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: float) -> None:
-    from horovod_topk.core.plan import TensorSpec, make_plan
+    from horovod_topk.core.plan.buckets import TensorSpec, make_plan
     from horovod_topk.methods.topk import TopK
     from horovod_topk.tensorflow.learning_rates import VariableRates
     from horovod_topk.tensorflow.state_variables import VariableArenas

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 from oracle.loopback import Loopback
 
-from horovod_topk.core.schedule import Schedule
-from horovod_topk.core.state import State
+from horovod_topk.core.control.schedule import Schedule
+from horovod_topk.core.run.state import State
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import QSGD
 from horovod_topk.methods.topk import TopK

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.world import World
 
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.rounds import state_plan
-from horovod_topk.core.shards import first_block, shard_numel
+from horovod_topk.core.exchange.rounds import state_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.plan.shards import first_block, shard_numel
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.coding import ALWAYS, OFTEN

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from horovod_topk.core.timing import StepTimer
+from horovod_topk.core.run.timing import StepTimer
 from horovod_topk.errors import TensorTooLargeError
 from horovod_topk.torch import collective
 

@@ -9,10 +9,10 @@ import pytest
 from oracle.backends import NUMPY
 from oracle.world import World
 
-from horovod_topk.core.base_compressor import BaseCompressor, State
-from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.schedule import Schedule
+from horovod_topk.core.control.schedule import Schedule
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.run.base_compressor import BaseCompressor, State
+from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.methods.topk import TopK
 

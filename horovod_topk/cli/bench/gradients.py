@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from horovod_topk.cli.bench.compute import Compute
-from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.plan.buckets import TensorSpec
 
 POOL = 2  # number of sets of gradients to draw from
 IDLE_SHAPE = (1024,)

@@ -8,7 +8,7 @@ from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import DEFERRED, EXCHANGES, check_settings, reject_unknown
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.run.substitute import parse
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import INDICES, SELECTIONS, VALUES, TopK
 

@@ -29,7 +29,7 @@ from horovod_topk.cli.launcher import by_torchrun
 from horovod_topk.cli.machine import machine
 from horovod_topk.cli.models import Shape
 from horovod_topk.cli.options import optimizer_of
-from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.reporting import launched_rank
 
 CURE = (

@@ -21,7 +21,7 @@ DONE, FAILED, LATE, DIVERGED = "done", "failed", "cut off", "diverged"
 class Cell:
     """The settings that identify one run."""
 
-    compressor: str  # as `horovod_topk.core.substitute` writes it
+    compressor: str  # as `core.run.substitute` writes it
     seed: int
     arguments: tuple[str, ...]  # arguments of the script
     grid: tuple[tuple[str, Any], ...]  # values from the settings' grid, also in `arguments`

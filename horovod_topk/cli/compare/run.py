@@ -16,7 +16,7 @@ from horovod_topk.cli.compare.records import DONE, FAILED, LATE, Cell, Point, Re
 from horovod_topk.cli.compare.settings import Settings
 from horovod_topk.cli.machine import machine
 from horovod_topk.cli.process import Ended, follow, rank_of, unprefixed
-from horovod_topk.core.substitute import VARIABLE
+from horovod_topk.core.run.substitute import VARIABLE
 from horovod_topk.cost.quantities import is_number
 
 NETLAB = Path(__file__).resolve().parents[3] / "scripts" / "netlab"

@@ -16,7 +16,7 @@ from horovod_topk.cli.compare.curves import Metric
 from horovod_topk.cli.compare.records import Cell
 from horovod_topk.cli.options import MOST_RANKS, check_positive, check_whole, given
 from horovod_topk.config import reject_unknown
-from horovod_topk.core.substitute import HOROVODS, parse
+from horovod_topk.core.run.substitute import HOROVODS, parse
 from horovod_topk.cost.quantities import bits_per_second, is_number
 
 LOWER = ("loss", "error", "perplexity", "ppl", "nll", "bits_per_byte", "wer", "mse", "mae", "rmse")

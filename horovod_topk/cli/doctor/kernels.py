@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from horovod_topk.cli.doctor.finding import Finding, is_installed
 from horovod_topk.config import EXCHANGES
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
-from horovod_topk.core.shards import shard, shard_sums
+from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.plan.shards import shard, shard_sums
 from horovod_topk.kernels import native, triton
 from horovod_topk.methods.topk import VALUES, TopK
 

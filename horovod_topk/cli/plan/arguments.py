@@ -27,9 +27,9 @@ from horovod_topk.cli.options import (
     with_optimizer,
 )
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.run.substitute import parse
 from horovod_topk.cost.machine import Machine, Network
 from horovod_topk.cost.quantities import bits_per_second, seconds
 from horovod_topk.cost.step import FORWARD, Training

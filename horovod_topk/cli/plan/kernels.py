@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from horovod_topk.cli.frameworks import Framework
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.selection import make_exchange
-from horovod_topk.core.nodes import Location
-from horovod_topk.core.plan import BUCKET_ELEMENTS, TensorSpec, make_plan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.plan.buckets import BUCKET_ELEMENTS, TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Location
+from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.cost.machine import Kernels
 from horovod_topk.cost.strategies import Multiples
 from horovod_topk.methods import Method
@@ -106,7 +106,7 @@ class _Done:
 
 
 class Alone:
-    """`horovod_topk.core.exchange.Collective` of a single rank."""
+    """`core.exchange.Collective` of a single rank."""
 
     rank, size, location = 0, 1, Location("", 0, 0)
 

@@ -16,7 +16,7 @@ from horovod_topk.cli.frameworks import Framework, find
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.arguments import Asked, Place
 from horovod_topk.cli.processor import cpu_model
-from horovod_topk.core.nodes import Nodes, nodes_of
+from horovod_topk.core.plan.nodes import Nodes, nodes_of
 from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine, Network

@@ -1,6 +1,6 @@
 """Exchanges: how payloads cross the network. One file each, over the protocol in protocol.py.
 
-`horovod_topk.core.exchange.selection` makes the exchange that a setting names.
+`core.exchange.selection` makes the exchange that a setting names.
 """
 
 from horovod_topk.core.exchange.protocol import (

@@ -6,7 +6,7 @@ equal bits, but above two ranks not the same bits in every run; MPI only recomme
 
 A bucket is one array: its gradients one after another in the residual's dtype, and five lanes. Four
 have the digest of its plan, 16 bits each; in PyTorch the facts that ranks share
-(`horovod_topk.core.facts`) change two of them. If all P ranks have the same plan and facts, their
+(`core.plan.facts`) change two of them. If all P ranks have the same plan and facts, their
 sums are P times a rank's own. The fifth is 1 on a rank that has left the step, and else 0: all
 ranks then take every tensor as flagged. With measures the array ends in P lanes for each of them,
 one for each rank; all other ranks write zero there. A tensor whose sum is not finite becomes NaN,
@@ -20,7 +20,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.codec.momentum import correct
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Collective,
@@ -30,9 +31,8 @@ from horovod_topk.core.exchange.protocol import (
     ring_allreduce_bytes,
     wait_for_dropped,
 )
-from horovod_topk.core.momentum import correct
-from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
-from horovod_topk.core.residual import Arenas, Squares, as_row
+from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
+from horovod_topk.core.state.residual import Arenas, Squares, as_row
 from horovod_topk.errors import PlanMismatchError
 from horovod_topk.ops import Ops, Velocities
 from horovod_topk.ops.coding import value_bytes

@@ -1,7 +1,7 @@
 """The hierarchical exchange: dense within a node, sparse between nodes.
 
 On every node the first L ranks own shards, L being the number of ranks of the smallest node; see
-`horovod_topk.core.shards`. The other ranks only take part in the sums.
+`core.plan.shards`. The other ranks only take part in the sums.
 
     reduce    local reduce-scatter: within a node, each owner gets the sum of its shards
     gather    cross allgather: between nodes, owners of the same shards send the largest of e + sum;
@@ -27,9 +27,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from horovod_topk.core import payload as wire
-from horovod_topk.core.announcing import Encoder, announced_bytes, announcement
-from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.exchange.announcing import Encoder, announced_bytes, announcement
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Collective,
@@ -39,10 +38,11 @@ from horovod_topk.core.exchange.protocol import (
     check_split,
     wait_for_dropped,
 )
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
-from horovod_topk.core.residual import Arenas, Squares
-from horovod_topk.core.shards import NodePlan, first_block, shard_sums
+from horovod_topk.core.plan import payload as wire
+from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.plan.shards import NodePlan, first_block, shard_sums
+from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops, Velocities
 

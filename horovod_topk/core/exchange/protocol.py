@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.nodes import Location, Nodes
-from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import Arenas, Squares
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.plan.buckets import BucketPlan, Plan
+from horovod_topk.core.plan.nodes import Location, Nodes
+from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import TensorTooLargeError
 from horovod_topk.ops import Ops, Velocities
 

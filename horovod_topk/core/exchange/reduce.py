@@ -1,4 +1,4 @@
-"""The exchange of methods of rounds; `horovod_topk.core.rounds` runs the rounds."""
+"""The exchange of methods of rounds; `core.exchange.rounds` runs the rounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Collective,
@@ -15,9 +15,9 @@ from horovod_topk.core.exchange.protocol import (
     Traffic,
     ring_allreduce_bytes,
 )
-from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
-from horovod_topk.core.residual import Arenas
-from horovod_topk.core.rounds import ReducedBucket, round_plans
+from horovod_topk.core.exchange.rounds import ReducedBucket, round_plans
+from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")

@@ -7,16 +7,16 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from horovod_topk.core.agreement import gather_bytes
-from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.exchange import Collective, Exchange
+from horovod_topk.core.exchange.agreement import gather_bytes
 from horovod_topk.core.exchange.allgather import Allgather
 from horovod_topk.core.exchange.allreduce import AllreduceExchange
 from horovod_topk.core.exchange.hierarchical import Groups, HierarchicalExchange
+from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.exchange.reduce import ReduceExchange
 from horovod_topk.core.exchange.sharded import ShardedExchange
-from horovod_topk.core.nodes import Location, Nodes, nodes_of
-from horovod_topk.core.plan import Plan
+from horovod_topk.core.plan.buckets import Plan
+from horovod_topk.core.plan.nodes import Location, Nodes, nodes_of
 from horovod_topk.errors import ConfigError
 from horovod_topk.ops import Ops
 

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-from horovod_topk.core.announcing import Encoder, announced_bytes
-from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.exchange.announcing import Encoder, announced_bytes
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Collective,
@@ -17,10 +17,10 @@ from horovod_topk.core.exchange.protocol import (
     check_split,
     wait_for_dropped,
 )
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
-from horovod_topk.core.residual import Arenas, Squares
-from horovod_topk.core.shards import ShardedPlan, shard
+from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.plan.shards import ShardedPlan, shard
+from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops, Velocities
 

@@ -16,7 +16,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_topk.core.base_compressor import why_inactive
+from horovod_topk.core.exchange.membership import why_inactive
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.keras.adafactor import Floored

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from horovod_topk.cli.compare.simulated.training import Job
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.run.substitute import parse
 from study.workloads import workload
 
 RANKS, STEPS, LR, RATIO, SEED = 4, 1000, 0.1, 0.01, 0  # the rate is the one of docs/frontier.md

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from horovod_topk.cli.compare.simulated.exchanges import Compressed, Gradients
-from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Traffic
+from horovod_topk.core.run.compressor import Compressor
 from study.residuals import bounds
 
 

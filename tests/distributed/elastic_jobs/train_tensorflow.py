@@ -15,7 +15,7 @@ import story
 import tensorflow as tf
 
 import horovod_topk.tensorflow
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.run.substitute import parse
 from horovod_topk.tensorflow.elastic import TensorFlowState, run
 
 hvd.init()

@@ -12,7 +12,7 @@ import story
 import torch
 
 import horovod_topk.torch
-from horovod_topk.core.substitute import parse
+from horovod_topk.core.run.substitute import parse
 from horovod_topk.torch.elastic import TorchState
 
 hvd.init()

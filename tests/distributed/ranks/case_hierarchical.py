@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import training
-from horovod_topk.core.nodes import Location
+from horovod_topk.core.plan.nodes import Location
 from horovod_topk.errors import ConfigError, StateDictError
 from plain import PlainTopKEF as TopKEF
 from training import Setup

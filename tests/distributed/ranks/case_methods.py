@@ -15,7 +15,7 @@ from oracle.two_rounds import TwoRounds
 
 import training
 from horovod_topk import checkpoint
-from horovod_topk.core.state_dict import parts_of
+from horovod_topk.core.state.state_dict import parts_of
 from horovod_topk.methods import METHODS
 from plain import PlainTopKEF as TopKEF
 from training import Setup

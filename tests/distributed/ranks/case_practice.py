@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from horovod_topk.cli.compare.settings import Settings, of_file
-from horovod_topk.core.substitute import VARIABLE
+from horovod_topk.core.run.substitute import VARIABLE
 from study import practice
 
 pytestmark = pytest.mark.world_size(2)

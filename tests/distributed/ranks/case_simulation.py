@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from horovod_topk.cli.compare.simulated.training import Job
-from horovod_topk.core.substitute import VARIABLE, parse
+from horovod_topk.core.run.substitute import VARIABLE, parse
 from plain import PlainTopKEF as TopKEF
 from study.workloads import Study, workload
 from witness import assert_close, bits

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 
 import training
-from horovod_topk.core.optimizers import kind_of
+from horovod_topk.core.run.optimizers import kind_of
 from plain import PlainTopKEF as TopKEF
 from training import Setup, Task
 from witness import assert_same

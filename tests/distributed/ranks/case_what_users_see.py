@@ -11,7 +11,7 @@ import torch
 from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
 
 import training
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.errors import NotAttachedError
 from horovod_topk.torch import OptimizerState
 from plain import PlainTopKEF as TopKEF

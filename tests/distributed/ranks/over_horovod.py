@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import pytest
 from horovod.torch import mpi_ops
 
-from horovod_topk.core.nodes import Location
+from horovod_topk.core.plan.nodes import Location
 
 
 def place(monkeypatch: pytest.MonkeyPatch, location: Location) -> None:

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk import ddp
-from horovod_topk.core.nodes import Location
+from horovod_topk.core.plan.nodes import Location
 from horovod_topk.torch_training.collective import GroupCollective
 
 LIMIT = timedelta(seconds=30)  # for a collective that some rank never joins

@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from horovod_topk import checkpoint
-from horovod_topk.core.reshard import pending
+from horovod_topk.core.state.reshard import pending
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch import TopKEF
 

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk import checkpoint
-from horovod_topk.core.reshard import pending
+from horovod_topk.core.state.reshard import pending
 from horovod_topk.ddp import TopKEF
 from horovod_topk.ops.torch import TorchOps
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from proof import assert_ranks_equal
 from tapes import FEW, Linear, noise, train
 
-from horovod_topk.core.nodes import Location
+from horovod_topk.core.plan.nodes import Location
 from horovod_topk.errors import StateDictError
 from plain import PlainTopKEF as TopKEF
 

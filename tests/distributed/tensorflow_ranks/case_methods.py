@@ -18,9 +18,9 @@ from tapes import Linear, Perceptron, batch, batch_size, noise, step_of
 
 import horovod_topk.tensorflow
 from horovod_topk import checkpoint
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.state_dict import parts_of
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.state.state_dict import parts_of
 from horovod_topk.errors import PayloadError
 from horovod_topk.methods import METHODS, Method, TernGrad
 

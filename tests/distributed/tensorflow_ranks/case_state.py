@@ -14,7 +14,7 @@ import tensorflow as tf
 from proof import assert_ranks_equal
 from tapes import Linear, noise
 
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.errors import (
     ConfigError,
     NotAttachedError,

@@ -12,7 +12,7 @@ from proof import assert_ranks_equal
 from tapes import Run, equal, noise
 
 from horovod_topk import report
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from plain import PlainTopKEF as TopKEF

@@ -14,7 +14,7 @@ from oracle.schedules import ByGradient
 from proof import Array, assert_ranks_equal
 from tapes import Run, equal
 
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.schedules import ByNetwork
 from plain import PlainTopKEF as TopKEF

@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.tensorflow import TopKEF
 
 Array = np.ndarray[Any, Any]

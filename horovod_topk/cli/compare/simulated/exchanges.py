@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from horovod_topk.cli.compare.simulated.loopback import Collective, Loopback
 from horovod_topk.config import split_deferred
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange as Route
 from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
 from horovod_topk.core.exchange.selection import choose, make_exchange
-from horovod_topk.core.follower import Follow
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import Plan, make_plan
-from horovod_topk.core.rates import Rates, fall_of
-from horovod_topk.core.substitute import Substitute
+from horovod_topk.core.plan.buckets import Plan, make_plan
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.follower import Follow
+from horovod_topk.core.run.substitute import Substitute
+from horovod_topk.core.state.learning_rates import Rates, fall_of
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.momentum import fit_momentum

@@ -1,4 +1,4 @@
-"""Collectives between the simulated ranks of one process, for `horovod_topk.core.exchange`.
+"""Collectives between the simulated ranks of one process, for `core.exchange`.
 
 Ranks run in lock-step: all start a collective before the first waits for it.
 """
@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from horovod_topk.core.nodes import Location
+from horovod_topk.core.plan.nodes import Location
 
 Joined = Callable[[list[Tensor]], list[Tensor]]  # every rank's input -> every rank's output
 
@@ -59,7 +59,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class Collective:
-    """`horovod_topk.core.exchange.Collective` of one simulated rank."""
+    """`core.exchange.Collective` of one simulated rank."""
 
     wire: Loopback
     rank: int

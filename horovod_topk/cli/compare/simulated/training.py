@@ -17,7 +17,7 @@ from horovod_topk.cli.compare.records import DONE, LATE, Cell, Point, Record
 from horovod_topk.cli.compare.simulated.exchanges import Exchange, compressed, counted_bytes, plain
 from horovod_topk.cli.compare.simulated.workload import Workload, load
 from horovod_topk.cli.machine import machine
-from horovod_topk.core.substitute import Substitute, parse
+from horovod_topk.core.run.substitute import Substitute, parse
 
 
 @dataclass(frozen=True)

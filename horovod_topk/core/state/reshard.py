@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from horovod_topk.core.residual import as_row, scaled
-from horovod_topk.core.shards import first_block
+from horovod_topk.core.plan.shards import first_block
+from horovod_topk.core.state.residual import as_row, scaled
 from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import SHARD_BLOCK
 

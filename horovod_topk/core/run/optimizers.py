@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from horovod_topk.config import AUTO
-from horovod_topk.core.base_compressor import elastic
+from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.errors import ConfigError
+from horovod_topk.guard import Guard
 from horovod_topk.methods.protocol import Method, Rounds
 
 log = logging.getLogger("horovod_topk")
@@ -63,6 +64,19 @@ def _why_not_late(config: Method) -> str:
     if config.ratio == 1.0 and not config.withheld():
         return "all elements are sent"
     return ""
+
+
+def guarded(config: Method, deferred: Mapping[str, str]) -> Method:
+    """Use a guard by default, unless nothing is compressed.
+
+    Elastic jobs have no guard by default, as ranks that join may not know its state.
+
+    Args:
+        config: the settings.
+        deferred: names of the settings that the user has left to the compressor.
+    """
+    is_left = "guard" in deferred and config.ratio < 1.0 and not elastic()
+    return replace(config, guard=Guard()) if is_left else config
 
 
 def fitted(

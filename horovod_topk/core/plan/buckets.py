@@ -1,7 +1,7 @@
 """The plan of an exchange: k, buckets, arenas and payload bytes, computed once. Integers only.
 
 A plan is a pure function of names, shapes, dtypes, groups and settings, so every rank computes
-the same plan; `horovod_topk.core.agreement` checks this.
+the same plan; `core.exchange.agreement` checks this.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from horovod_topk.core import payload
-from horovod_topk.core.payload import Layout
+from horovod_topk.core.plan import payload
+from horovod_topk.core.plan.payload import Layout
 from horovod_topk.errors import ConfigError, DuplicateNameError, UnsupportedDtypeError
 from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Follows, Method, Piece, TensorSpec
 from horovod_topk.ops.coding import BLOCK

@@ -17,17 +17,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from horovod_topk.core import facts
-from horovod_topk.core.base_compressor import elastic
-from horovod_topk.core.counting import Counting
-from horovod_topk.core.guard import COMMON, Watch
-from horovod_topk.core.measures import VERDICT, Rows, all_measures
-from horovod_topk.core.part import Part
-from horovod_topk.core.plan import Plan, TensorSpec
-from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
-from horovod_topk.core.residual import Squares
-from horovod_topk.core.schedule import DENSE, Clock, Counter, HostCounter, Schedule
-from horovod_topk.core.state_dict import (
+from horovod_topk.core.codec.measures import VERDICT, Rows, all_measures
+from horovod_topk.core.control.guard import COMMON, Watch, guard_of
+from horovod_topk.core.control.schedule import DENSE, Clock, Counter, HostCounter, Schedule
+from horovod_topk.core.exchange.membership import elastic
+from horovod_topk.core.plan import facts
+from horovod_topk.core.plan.buckets import Plan, TensorSpec
+from horovod_topk.core.run.counting import Counting
+from horovod_topk.core.run.stats import Sample, Stats
+from horovod_topk.core.state.learning_rates import LARGEST, RATES, Followed, rates_of
+from horovod_topk.core.state.named_state import Part
+from horovod_topk.core.state.residual import Squares
+from horovod_topk.core.state.state_dict import (
     ASKED,
     COMMITTED,
     DECISION,
@@ -46,7 +47,6 @@ from horovod_topk.core.state_dict import (
     check_velocity,
     committed_of,
     decision_of,
-    guard_of,
     has_residuals,
     joined,
     pack_state,
@@ -54,7 +54,6 @@ from horovod_topk.core.state_dict import (
     steps_of,
     without,
 )
-from horovod_topk.core.stats import Sample, Stats
 from horovod_topk.errors import StateDictError
 from horovod_topk.methods.protocol import Follows, Method
 from horovod_topk.ops import Ops
@@ -234,7 +233,7 @@ class State(Counting[Array]):
         sends all of them.
 
         Raises:
-            ConfigError: `ratio` is not a ratio level; see `horovod_topk.core.schedule`.
+            ConfigError: `ratio` is not a ratio level; see `core.control.schedule`.
         """
         if ratio is not None:
             self.schedule.check(ratio)

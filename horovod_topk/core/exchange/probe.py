@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.exchange import Collective, Pending
-from horovod_topk.core.plan import Plan
+from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")

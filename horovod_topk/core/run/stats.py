@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from horovod_topk.core.exchange import Exchange
-from horovod_topk.core.part import Part
-from horovod_topk.core.plan import Plan
-from horovod_topk.core.residual import Squares
-from horovod_topk.core.rounds import declared, state_plan
-from horovod_topk.core.stats_table import lines
+from horovod_topk.core.exchange.rounds import declared, state_plan
+from horovod_topk.core.plan.buckets import Plan
+from horovod_topk.core.run.stats_table import lines
+from horovod_topk.core.state.named_state import Part
+from horovod_topk.core.state.residual import Squares
 from horovod_topk.ops.coding import value_bytes
 
 

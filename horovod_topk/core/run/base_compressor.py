@@ -16,7 +16,7 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self, SupportsFloat
 
@@ -26,19 +26,18 @@ from horovod_topk.config import (
     reject_unknown,
     split_deferred,
 )
-from horovod_topk.core.stats import Stats, StepCounters
-from horovod_topk.core.substitute import (
+from horovod_topk.core.run.attached import ByHorovod
+from horovod_topk.core.run.stats import Stats, StepCounters
+from horovod_topk.core.run.substitute import (
     announce,
     check_replaceable,
     horovods,
     substitute,
 )
 from horovod_topk.errors import AdapterImportError, ConfigError, NotAttachedError
-from horovod_topk.guard import Guard
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ratios import Predicate
 
-ALONE = "world size 1: there is nobody to exchange with"  # why nothing is compressed
 _SETTINGS = ("config", "deferred", "grad_scaler", "commit_dir")
 
 
@@ -330,7 +329,7 @@ class BaseCompressor(abc.ABC):
 
     def _only_state(self) -> State:
         if name := horovods():
-            state: State = by_horovod(name, self.framework)
+            state: State = ByHorovod(name, self.framework)
             return state
         if len(self._living_states()) > 1:
             gc.collect()  # Horovod's optimizers are reference cycles
@@ -341,18 +340,6 @@ class BaseCompressor(abc.ABC):
                 cure="Ask TopKEF.of(optimizer) for the state behind one optimizer",
             )
         return states[0]
-
-
-class ProcessSet(Protocol):
-    """Interface that Horovod's process sets of every framework have in common."""
-
-    def included(self) -> bool:
-        """Whether this rank is in the process set."""
-        ...
-
-    def size(self) -> int:
-        """Number of ranks in the process set."""
-        ...
 
 
 def call(name: str, settings: Mapping[str, object]) -> str:
@@ -402,102 +389,3 @@ def _signature(method: type[Method]) -> inspect.Signature:
     ]
     more = [inspect.Parameter(n, keyword, default=None) for n in ("grad_scaler", "commit_dir")]
     return inspect.Signature([*own, *more])
-
-
-def by_horovod(name: str, framework: str) -> Any:
-    """State of an optimizer that uses Horovod's own compression `name`."""
-    module = importlib.import_module("horovod_topk.core.by_horovod")  # it imports this module
-    return module.ByHorovod(name, framework)
-
-
-def elastic() -> bool:
-    """Whether the number of ranks may change during the job (`horovodrun --min-np`)."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
-
-
-def check_elastic(config: Settings, *, in_graphs: bool = False) -> None:
-    """Refuse exchanges that need a fixed number of ranks, in an elastic job.
-
-    Args:
-        config: the settings.
-        in_graphs: whether steps run in graphs that are not built again when ranks change.
-
-    Raises:
-        ConfigError: the job is elastic, and the exchange needs a fixed number of ranks.
-    """
-    exchange = config.exchange
-    if not elastic():
-        return
-    if exchange in ("sharded", "hierarchical"):
-        raise ConfigError(
-            f"exchange={exchange!r} splits residuals among a fixed number of ranks, and this job "
-            "is elastic",
-            cure="Pass exchange='allgather', or run without --min-np and --max-np",
-        )
-    if in_graphs and exchange in ("reduce", "allreduce"):
-        raise ConfigError(
-            f"{type(config).__name__} with exchange={exchange!r} would build the number of ranks "
-            "into TensorFlow's graphs, and this job is elastic",
-            cure="Pass exchange='allgather', or run without --min-np and --max-np",
-        )
-
-
-def guarded(config: Method, deferred: Mapping[str, str]) -> Method:
-    """Use a guard by default, unless nothing is compressed.
-
-    Elastic jobs have no guard by default, as ranks that join may not know its state.
-
-    Args:
-        config: the settings.
-        deferred: names of the settings that the user has left to the compressor.
-    """
-    is_left = "guard" in deferred and config.ratio < 1.0 and not elastic()
-    return replace(config, guard=Guard()) if is_left else config
-
-
-def check_kept(manager: object | None, what: str) -> None:
-    """Refuse a setting that ranks which join an elastic job would not know.
-
-    Raises:
-        ConfigError: the job is elastic, and `manager` is None: no elastic state sends the setting
-            to ranks that join.
-    """
-    if elastic() and manager is None:
-        raise ConfigError(
-            f"{what} ranks that join this elastic job would not hear",
-            cure="Pass the TopKEF to the job's state, as horovod_topk.elastic says",
-        )
-
-
-def check_steps_kept(config: Settings, manager: object | None) -> None:
-    """Refuse settings that depend on past steps, which joining ranks would not know.
-
-    Raises:
-        ConfigError: as `check_kept`.
-    """
-    for setting in ("warmup", "schedule", "guard"):
-        if getattr(config, setting) is not None:
-            check_kept(manager, f"{setting}= counts steps, of which")
-
-
-def check_all_exchange(process_set: Any) -> None:
-    """Refuse an optimizer of only some of the ranks in an elastic state, which needs all ranks.
-
-    Raises:
-        ConfigError: the optimizer's process set is not the global one.
-    """
-    if process_set.process_set_id != 0:
-        raise ConfigError(
-            f"the optimizer's gradients are exchanged in process set {process_set.process_set_id}, "
-            "and the ranks of an elastic state are all",
-            cure="Leave process_set= out, or the TopKEF out of the elastic state",
-        )
-
-
-def why_inactive(process_set: ProcessSet) -> str | None:
-    """Reason why nothing will be compressed; None: gradients will be compressed."""
-    if not process_set.included():
-        return "this rank is not in the optimizer's process set"
-    if process_set.size() == 1 and not elastic():
-        return ALONE
-    return None

@@ -24,8 +24,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from horovod_topk.core.state.state_dict import GUARD, are_numbers
+from horovod_topk.errors import StateDictError
 from horovod_topk.guard import BY_CLOCK, OF_ONE_RANK, REASONS, Guard
 
 log = logging.getLogger("horovod_topk")
@@ -320,3 +322,26 @@ class Watch:
         self.warnings = (*self.warnings, text)[-KEPT:]
         if logs:
             log.warning("TopKEF guard, %s", text)
+
+
+def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
+    """What a guard remembered when a state dict was made; (): nothing.
+
+    Raises:
+        StateDictError: it is not a list of as many finite numbers, or a counter is out of range.
+    """
+    memory = state.get(GUARD, [])
+    if not (are_numbers(memory) and len(memory) in (0, *LENGTHS)):
+        raise StateDictError(
+            f"the state dict says that a guard remembers {memory!r}, which is not a list of "
+            f"{LENGTHS[-1]} finite numbers",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    if memory and not is_memory(memory):
+        raise StateDictError(
+            f"the state dict says that a guard remembers {memory!r}, of which a counter is "
+            "negative or the stage is none",
+            cure="Pass what state_dict() of a TopKEF compressor returned. Remove 'guard' from that "
+            "of an older version whose guard was handing momentum over",
+        )
+    return memory

@@ -9,7 +9,7 @@ For each tensor on each rank, with residual e and gradient g (Stich 2018, Karimi
     decode       g' = sum over ranks, in rank order, of decode(p_r), scaled
     update       e = a - decode(p), pending until the step commits
 
-With momentum correction g is a velocity instead of a gradient; see `horovod_topk.core.momentum`.
+With momentum correction g is a velocity instead of a gradient; see `core.codec.momentum`.
 
 A step begins every bucket (in any order), finishes every bucket, then commits or rolls back. The
 caller owns the memory that a step reads and writes (`Storage`), and decides from the flags that
@@ -24,16 +24,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.codec.measures import HOST, own_measures, total_of
+from horovod_topk.core.codec.momentum import velocities_of
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
-from horovod_topk.core.follower import Follow, Follower, Memory
-from horovod_topk.core.measures import HOST, own_measures, total_of
-from horovod_topk.core.momentum import velocities_of
-from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.probe import Probe
-from horovod_topk.core.residual import Arenas, Squares
-from horovod_topk.core.rounds import declared
-from horovod_topk.core.timing import StepTimer
+from horovod_topk.core.exchange.probe import Probe
+from horovod_topk.core.exchange.rounds import declared
+from horovod_topk.core.plan.buckets import BucketPlan, Plan
+from horovod_topk.core.run.follower import Follow, Follower, Memory
+from horovod_topk.core.run.timing import StepTimer
+from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
@@ -82,7 +82,7 @@ class Step(Generic[Array]):
         storage: returns each bucket's memory.
         ops, codec, exchange: compute, encode and exchange arrays.
         name: prefix of the collectives' names, equal on all ranks.
-        number: returns a measure of the whole rank; see `horovod_topk.core.measures`.
+        number: returns a measure of the whole rank; see `core.codec.measures`.
         timer: gets the seconds of encoding and decoding, if steps run on the host.
         follow: makes the followers of buckets, if the plan follows something.
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
 
-from horovod_topk.core.base_compressor import check_all_exchange, check_kept, why_inactive
-from horovod_topk.core.plan import Plan
-from horovod_topk.core.schedule import Clock
-from horovod_topk.core.state import State
-from horovod_topk.core.stats import Stats, StepCounters
+from horovod_topk.core.control.schedule import Clock
+from horovod_topk.core.exchange.membership import check_all_exchange, check_kept, why_inactive
+from horovod_topk.core.plan.buckets import Plan
+from horovod_topk.core.run.state import State
+from horovod_topk.core.run.stats import Stats, StepCounters
+from horovod_topk.core.run.substitute import VARIABLE
 from horovod_topk.reporting import number_of
 
 log = logging.getLogger("horovod_topk")
@@ -237,3 +238,20 @@ class Attached(Generic[Kept]):
         self._skipped[name] = reason
         what = "anything" if name == "*" else repr(name)
         log.warning("TopKEF does not compress %s: %s", what, reason)
+
+
+class ByHorovod(Attached[Any]):
+    """The inactive state of an optimizer whose gradients Horovod's own compression exchanges.
+
+    An environment variable selects it (`core.run.substitute`). A script that reads statistics or
+    saves residuals still has to run.
+
+    Args:
+        name: Horovod's compression, "none" or "fp16".
+        framework: "torch" or "tensorflow".
+    """
+
+    def __init__(self, name: str, framework: str) -> None:
+        self.framework = framework
+        reason = f"{VARIABLE}={name}: gradients are exchanged without this package"
+        self._stand_for_nothing(f"the exchange {name!r}", reason)

@@ -5,7 +5,7 @@
     update       e' = a - decode(p), a candidate until the step commits; 0 without error feedback
     decode       g' = scale * the sum over ranks, in rank order, of decode(p_r)
 
-`horovod_topk.core.announcing` encodes for methods whose ranks exchange a few numbers first.
+`core.exchange.announcing` encodes for methods whose ranks exchange a few numbers first.
 
 This is the definition, in the verbs of `horovod_topk.ops`. A method may offer a kernel that does
 all of it for a bucket at once, with bitwise the same result.
@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.core import facts
-from horovod_topk.core import payload as wire
-from horovod_topk.core.measures import Rows, total_of
-from horovod_topk.core.momentum import correct
-from horovod_topk.core.payload import FACTS_AT, HEADER_BYTES
-from horovod_topk.core.plan import BucketPlan
-from horovod_topk.core.residual import Arenas, Squares
+from horovod_topk.core.codec.measures import Rows, total_of
+from horovod_topk.core.codec.momentum import correct
+from horovod_topk.core.plan import facts
+from horovod_topk.core.plan import payload as wire
+from horovod_topk.core.plan.buckets import BucketPlan
+from horovod_topk.core.plan.payload import FACTS_AT, HEADER_BYTES
+from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import PayloadError, TopKError
 from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import (
@@ -100,7 +100,7 @@ class PayloadCodec(Generic[Array]):
 
         Args:
             ordinal: the plan's first bucket.
-            facts: the number of `horovod_topk.core.facts` as 4 bytes, in a graph a uint8 array.
+            facts: the number of `core.plan.facts` as 4 bytes, in a graph a uint8 array.
         """
         if isinstance(facts, bytes):
             self._facts = {ordinal: (self._ops.store_bytes, facts)}

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar, cast
 
-from horovod_topk.core.part import Part, Piece, as_row
-from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.plan.buckets import BucketPlan, Plan
+from horovod_topk.core.state.named_state import Part, Piece, as_row
 from horovod_topk.methods import protocol
 from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import BLOCK, SCALE_BYTES, VALUE_BITS, scales, value_bytes

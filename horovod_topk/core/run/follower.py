@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.state.residual import Arenas
 
 Array = TypeVar("Array")
 

@@ -1,13 +1,13 @@
 """Ratio levels: each step has one of a few ratios, which are fixed when the optimizer is built.
 
 The first of these that applies is the ratio of a step: 1.0 (dense), if the guard has ended
-compression (`horovod_topk.core.guard`); the ratio that a user asked for on all ranks; the ratio of
+compression (`core.control.guard`); the ratio that a user asked for on all ranks; the ratio of
 `warmup` in the first steps; the decision of `schedule`; the ratio of the settings.
 
 Deep Gradient Compression (Lin et al. 2018, section 3.3) begins with large ratios, as early
 gradients change fast, so that delayed ones do harm: `warmup` lists these ratios. Its level depends
 on the number of committed steps. `schedule` decides from the measures of earlier steps
-(`horovod_topk.core.measures`). Both are equal on all ranks. A change of level leaves residuals as
+(`core.codec.measures`). Both are equal on all ranks. A change of level leaves residuals as
 they are.
 
 Dense (1.0) is always a level, at full precision in all collectives: a step at this level sends all
@@ -24,8 +24,8 @@ from typing import NamedTuple, Protocol
 
 from horovod_topk import schedules
 from horovod_topk.config import Settings
-from horovod_topk.core.facts import START
-from horovod_topk.core.measures import Measures
+from horovod_topk.core.codec.measures import Measures
+from horovod_topk.core.plan.facts import START
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.schedules import MEMORY, Decision
@@ -56,7 +56,7 @@ class Counter(Protocol):
     committed: int  # number of committed steps, including those of a loaded state
     asked: float | None  # the ratio that a user asked for instead of the schedule's
     decision: Decision  # the schedule's last decision
-    lineage: int  # digest of what was loaded, reset or left out: `horovod_topk.core.facts`
+    lineage: int  # digest of what was loaded, reset or left out: `core.plan.facts`
 
 
 @dataclass

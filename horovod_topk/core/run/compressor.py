@@ -1,7 +1,7 @@
 """`Compressor` runs one optimizer's steps and keeps its state in arenas, for PyTorch.
 
 The simulated ranks use it, too. It keeps residuals, owner's residuals and velocities in pairs of
-arenas, which a committed step swaps. It runs `horovod_topk.core.step.Step` over them, and commits a
+arenas, which a committed step swaps. It runs `core.run.step.Step` over them, and commits a
 step on the host unless a tensor was flagged. A launch after a finish begins a new step, and rolls
 back a step that was not committed.
 """
@@ -14,25 +14,25 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.codec.measures import EXPOSED, STEP, VERDICT, Rows
+from horovod_topk.core.codec.momentum import check_dtypes
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.exchange.meeting import Meets
+from horovod_topk.core.exchange.probe import Probed
+from horovod_topk.core.exchange.rounds import Whole, declared, state_plan
 from horovod_topk.core.exchange.selection import dense_beside
-from horovod_topk.core.facts import digest_of, digest_of_rates, mismatch, pack, with_ratio
-from horovod_topk.core.follower import Follow
-from horovod_topk.core.measures import EXPOSED, STEP, VERDICT, Rows
-from horovod_topk.core.meeting import Meets
-from horovod_topk.core.momentum import check_dtypes
-from horovod_topk.core.payload import FACTS_BYTES
-from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.probe import Probed
-from horovod_topk.core.rates import Rates
-from horovod_topk.core.reshard import rescaling
-from horovod_topk.core.residual import STORED, Arenas, ResidualRegistry, Squares
-from horovod_topk.core.rounds import Whole, declared, state_plan
-from horovod_topk.core.state import State
-from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY
-from horovod_topk.core.step import Step, Storage
-from horovod_topk.core.timing import StepTimer
+from horovod_topk.core.plan.buckets import BucketPlan, Plan
+from horovod_topk.core.plan.facts import digest_of, digest_of_rates, mismatch, pack, with_ratio
+from horovod_topk.core.plan.payload import FACTS_BYTES
+from horovod_topk.core.run.follower import Follow
+from horovod_topk.core.run.state import State
+from horovod_topk.core.run.step import Step, Storage
+from horovod_topk.core.run.timing import StepTimer
+from horovod_topk.core.state.learning_rates import Rates
+from horovod_topk.core.state.reshard import rescaling
+from horovod_topk.core.state.residual import STORED, Arenas, ResidualRegistry, Squares
+from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY
 from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops
 
@@ -124,7 +124,7 @@ class Compressor(State[Array]):
 
     @property
     def arrived(self) -> Mapping[int, Rows]:
-        """Latest measures of all ranks, by bucket ordinal; see `horovod_topk.core.measures`."""
+        """Latest measures of all ranks, by bucket ordinal; see `core.codec.measures`."""
         return self._codec.arrived
 
     def launch(self, ordinal: int, gradients: Sequence[Array]) -> None:
@@ -397,7 +397,7 @@ class Compressor(State[Array]):
         return Step(self.plan, self._storage, *shared, self._follow_buckets)
 
     def _number(self, name: str) -> float:
-        """This rank's measure of the previous step; see `horovod_topk.core.measures`."""
+        """This rank's measure of the previous step; see `core.codec.measures`."""
         return self._numbers.get(name, 0.0)
 
     def decay(self, name: str) -> float:

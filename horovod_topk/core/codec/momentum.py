@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.plan.buckets import BucketPlan, Plan
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.errors import UnsupportedDtypeError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops, Velocities

@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from horovod_topk.core.plan import TensorSpec
-from horovod_topk.core.state_dict import (
+from horovod_topk.core.plan.buckets import TensorSpec
+from horovod_topk.core.state.state_dict import (
     LARGEST,
     OPTIONAL,
     RELEASED,
@@ -42,7 +42,7 @@ class Piece(Protocol[Array]):
 
     @property
     def first(self) -> int:
-        """First block of the shard; see `horovod_topk.core.shards`."""
+        """First block of the shard; see `core.plan.shards`."""
         ...
 
     def read(self) -> Array:

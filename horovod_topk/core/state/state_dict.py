@@ -12,10 +12,9 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from horovod_topk.core.guard import LENGTHS, is_memory
-from horovod_topk.core.plan import TensorSpec
-from horovod_topk.core.rates import LARGEST as LARGEST_RATES
-from horovod_topk.core.rates import RATES
+from horovod_topk.core.plan.buckets import TensorSpec
+from horovod_topk.core.state.learning_rates import LARGEST as LARGEST_RATES
+from horovod_topk.core.state.learning_rates import RATES
 from horovod_topk.errors import StateDictError
 from horovod_topk.ops import Ops
 from horovod_topk.schedules import MEMORY
@@ -24,8 +23,8 @@ STATE_VERSION = 1
 RESIDUALS = "residuals"  # key in a state dict: flat arrays by tensor name
 COMMITTED = "committed"  # key in a state dict: committed steps, also those before a checkpoint
 ASKED = "asked"  # key in a state dict: the ratio of the last `set_ratio`, if there was one
-DECISION = "decision"  # key in a state dict: the schedule's last decision and its memory
 GUARD = "guard"  # key in a state dict: what the guard remembers
+DECISION = "decision"  # key in a state dict: the schedule's last decision and its memory
 RELEASED = "released"  # key in a state dict: tensors that left the plan, without a residual
 STEPS = "steps"  # key in a saved shard: how many steps had ended
 OWNED, VELOCITY = "owned", "velocity"  # keys of state dicts within a state dict
@@ -413,7 +412,7 @@ def decision_of(state: Mapping[str, Any]) -> Sequence[float]:
         StateDictError: the entry is not a list of finite numbers.
     """
     decision = state.get(DECISION, [])
-    if not (_are_numbers(decision) and len(decision) <= MEMORY + 1):
+    if not (are_numbers(decision) and len(decision) <= MEMORY + 1):
         raise StateDictError(
             f"the state dict says that a schedule decided {decision!r}, which is not a list of "
             f"{MEMORY + 1} finite numbers at most",
@@ -422,30 +421,7 @@ def decision_of(state: Mapping[str, Any]) -> Sequence[float]:
     return decision
 
 
-def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
-    """What a guard remembered when a state dict was made; (): nothing.
-
-    Raises:
-        StateDictError: it is not a list of as many finite numbers, or a counter is out of range.
-    """
-    memory = state.get(GUARD, [])
-    if not (_are_numbers(memory) and len(memory) in (0, *LENGTHS)):
-        raise StateDictError(
-            f"the state dict says that a guard remembers {memory!r}, which is not a list of "
-            f"{LENGTHS[-1]} finite numbers",
-            cure="Pass what state_dict() of a TopKEF compressor returned",
-        )
-    if memory and not is_memory(memory):
-        raise StateDictError(
-            f"the state dict says that a guard remembers {memory!r}, of which a counter is "
-            "negative or the stage is none",
-            cure="Pass what state_dict() of a TopKEF compressor returned. Remove 'guard' from that "
-            "of an older version whose guard was handing momentum over",
-        )
-    return memory
-
-
-def _are_numbers(value: object) -> TypeGuard[list[float]]:
+def are_numbers(value: object) -> TypeGuard[list[float]]:
     """Whether a value is a list of finite floats."""
     return isinstance(value, list) and all(type(x) is float and math.isfinite(x) for x in value)
 

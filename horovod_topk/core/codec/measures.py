@@ -4,7 +4,7 @@ A plan names its measures (`Method.measures`). A rank writes them into a payload
 encodes a bucket, and reads those of all ranks, in rank order, when it decodes the bucket. They
 arrive on the host together with the non-finite flags, so that nothing else has to be waited for.
 The measures of a step are summed over its buckets, in float64 and in the plan's order. So every
-rank has bitwise the same numbers, and `horovod_topk.core.schedule` decides the same on all ranks.
+rank has bitwise the same numbers, and `core.control.schedule` decides the same on all ranks.
 
     name        number that a rank sends
     gradient    sum of squares of its gradients in this step
@@ -12,13 +12,13 @@ rank has bitwise the same numbers, and `horovod_topk.core.schedule` decides the 
                 exchange "hierarchical"
     exposed     seconds that it waited in collectives in the previous step
     step        seconds that the previous step took, from the end of the step before it
-    verdict     verdict of its guard on its own numbers: `horovod_topk.core.guard`
+    verdict     verdict of its guard on its own numbers: `core.control.guard`
 
 A codec may have measures of its own, which follow these (`Method.measured`): numbers computed from
 what it encodes, summed over tensors. All others are numbers of the whole rank, such as seconds of
 the previous step (the argument `number` of `Step`). A rank sends them with the first of the plan's
 buckets; the other buckets have zeros in their place. The last measures of a bucket are those of its
-own tensors, if its follower sends any: `horovod_topk.core.follower`.
+own tensors, if its follower sends any: `core.run.follower`.
 
 With the exchange "hierarchical" only the ranks that own a shard send measures.
 """
@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from horovod_topk.core.plan import Plan
+from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")

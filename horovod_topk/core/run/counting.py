@@ -7,12 +7,9 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from horovod_topk.core.exchange import Exchange, Traffic
-from horovod_topk.core.part import Part
-from horovod_topk.core.plan import Plan
-from horovod_topk.core.probe import Probed
-from horovod_topk.core.residual import Squares
-from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS
-from horovod_topk.core.stats import (
+from horovod_topk.core.exchange.probe import Probed
+from horovod_topk.core.plan.buckets import Plan
+from horovod_topk.core.run.stats import (
     Sample,
     Stats,
     StepCounters,
@@ -21,7 +18,10 @@ from horovod_topk.core.stats import (
     planned,
     stored_bytes,
 )
-from horovod_topk.core.timing import Seconds
+from horovod_topk.core.run.timing import Seconds
+from horovod_topk.core.state.named_state import Part
+from horovod_topk.core.state.residual import Squares
+from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS
 from horovod_topk.errors import ConfigError
 
 Array = TypeVar("Array")

@@ -10,10 +10,10 @@ and the position of every section follow from the plan alone, never from the dat
     6               2       M, the bytes of measures: a multiple of 4
     8               4       T, the number of tensors
     12              8       digest of the bucket's plan
-    20              4       facts that ranks share in this step (`horovod_topk.core.facts`), in the
+    20              4       facts that ranks share in this step (`core.plan.facts`), in the
                             payloads of the plan's first bucket; 0 in all others
     24              M       measures: float32 numbers that ranks tell each other, in the order in
-                            which the plan names them (`horovod_topk.core.measures`)
+                            which the plan names them (`core.codec.measures`)
     24 + M          F       non-finite flags, F = ceil(T / 8): bit t % 8 of byte t / 8 is set if
                             and only if the compensated gradient of tensor t has a NaN or an
                             infinity; bits beyond T MUST be 0
@@ -38,7 +38,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horovod_topk.core import facts
+from horovod_topk.core.plan import facts
 from horovod_topk.errors import PayloadError, PlanMismatchError, TopKError
 
 MAGIC = b"HTKP"

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.codec.momentum import correct
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import Collective, Pending
-from horovod_topk.core.momentum import correct
-from horovod_topk.core.plan import BucketPlan, lay_out
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.plan.buckets import BucketPlan, lay_out
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import (
     Announced,

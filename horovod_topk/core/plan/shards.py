@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import BucketPlan, lay_out
+from horovod_topk.core.plan.buckets import BucketPlan, lay_out
+from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.methods.protocol import Piece
 from horovod_topk.ops.coding import SHARD_BLOCK, shard_numel
 

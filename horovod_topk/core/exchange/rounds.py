@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
-from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.codec.momentum import correct
+from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
-from horovod_topk.core.momentum import correct
-from horovod_topk.core.plan import BucketPlan, Plan, lay_out
-from horovod_topk.core.residual import Arenas, Squares
+from horovod_topk.core.plan.buckets import BucketPlan, Plan, lay_out
+from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import (

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from horovod_topk.core.stats import Stats
+    from horovod_topk.core.run.stats import Stats
 
 COLUMNS = 100
 FIRST = 14  # columns of the names

@@ -1,0 +1,1 @@
+"""What decides the next step's ratio, and whether compression goes on."""

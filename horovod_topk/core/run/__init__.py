@@ -1,0 +1,1 @@
+"""The step, what a host sees of it, counting, statistics and timing."""

@@ -1,0 +1,1 @@
+"""What lasts from step to step: residuals, named states, learning rates; saved and resharded."""
