@@ -30,10 +30,10 @@ ARGS ?=
 TESTS ?= tests
 # How many tests run at once; 0: one, in this process. Those in network namespaces need 0.
 WORKERS ?= 2
-# Which tests: fast, all, or rest (what all adds to fast); tests/conftest.py says which these are.
+# Which tests: fast, tools, all, or rest (what all adds to the first two); see tests/conftest.py.
 TIER ?= fast
 
-.PHONY: help setup demo test test-all check accuracy frontier default methods residuals practice crashes docs bench bench-kernels bench-gpu bench-network plan-grid bench-trouble bench-wire fuzz clean
+.PHONY: help setup demo test test-tools test-all check accuracy frontier default methods residuals practice crashes docs bench bench-kernels bench-gpu bench-network plan-grid bench-trouble bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -46,6 +46,9 @@ demo: setup ## train a CNN on two ranks, dense and then with TopKEF; a table and
 
 test: setup ## test every feature and every law, on real ranks too (10 minutes on two cores)
 	"$(VENV)/bin/python" -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
+
+test-tools: TIER = tools
+test-tools: test ## test the command, scripts, pages, images and set-up (minutes)
 
 test-all: TIER = all
 test-all: WORKERS = 0

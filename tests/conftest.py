@@ -1,16 +1,18 @@
 """Shared by every test. Also puts this folder on `sys.path`, so tests import from `oracle`.
 
-Tests are in two tiers, and `--tier` says which of them run:
+Tests are in tiers, and `--tier` says which of them run:
 
-| `--tier` | command         | runs                                                            |
-| -------- | --------------- | --------------------------------------------------------------- |
-| `fast`   | `make test`     | every feature and every law, on fewer inputs: see the marks     |
-| `all`    | `make test-all` | every test                                                      |
-| `rest`   |                 | what `all` adds to `fast`; `.ci/run` runs it after `make test`  |
+| tier    | command           | runs                                                               |
+| ------- | ----------------- | ------------------------------------------------------------------ |
+| `fast`  | `make test`       | every feature and every law, on fewer inputs: see the marks        |
+| `tools` | `make test-tools` | the command, scripts, pages, images and set-up, on fewer inputs    |
+| `all`   | `make test-all`   | every test                                                         |
+| `rest`  |                   | what `all` adds to the first two; `.ci/run` runs it after them     |
 
-A test marked `slow` is not in the fast tier. Of a test marked `one_in(5)` the fast tier runs one
-parametrisation in five; `first` says where it begins. A property test with `@examples(20)` tries a
-third of 20 examples there.
+A file sets the mark `tools` with `pytestmark`: nothing that trains needs what it tests. Each other
+test is in the tier `fast`, unless its marks leave it out. A test marked `slow` is in neither of the
+two. Of a test marked `one_in(5)` they have one parametrisation in five; `first` says where it
+begins. A property test with `@examples(20)` tries a third of 20 examples there.
 
 A launch of real ranks is a test in several tiers, with other cases in each of them: the table is in
 tests/distributed/launches.py.
@@ -25,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from oracle.examples import load
+from oracle.examples import PART, load
 
 # PyTorch's optimizers load it, and its LLVM ends a process that has loaded TensorFlow's before.
 with contextlib.suppress(ImportError):
@@ -35,7 +37,7 @@ BEGAN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=["fast", "rest", "all"], default="fast", help="which tests")
+    parser.addoption("--tier", choices=list(PART), default="fast", help="which tests")
     parser.addoption(
         "--begin-within",
         type=float,
@@ -74,8 +76,9 @@ def tiers_of(item: pytest.Item, ordinal: int) -> tuple[str, ...]:
     left_out = part and ordinal % part.args[0] != part.kwargs.get("first", 0)
     if left_out or item.get_closest_marker("slow"):
         return ("rest", "all")
+    first = "tools" if item.get_closest_marker("tools") else "fast"
     more_examples = hasattr(getattr(item, "obj", None), "hypothesis")
-    return ("fast", "rest", "all") if more_examples else ("fast", "all")
+    return (first, "rest", "all") if more_examples else (first, "all")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -87,7 +90,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def tier(pytestconfig: pytest.Config) -> str:
-    """Which tests run: "fast", "rest" or "all"."""
+    """Which tests run: "fast", "tools", "rest" or "all"."""
     return str(pytestconfig.getoption("--tier"))
 
 

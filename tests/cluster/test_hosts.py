@@ -12,7 +12,7 @@ import pytest
 
 from cluster import Cluster, Host, Link
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.tools, pytest.mark.slow, pytest.mark.timeout(120)]
 
 PEERS = Path(__file__).with_name("peers.py")
 FOREVER = """

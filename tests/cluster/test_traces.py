@@ -9,7 +9,7 @@ import pytest
 
 from remains import traces
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.tools]
 
 
 @pytest.mark.parametrize("name", ["/dev/shm/vader_segment.host1.0", "/run/host1.sshd.log"])

@@ -10,7 +10,7 @@ import pytest
 
 from launcher import HOROVODRUN, Launch, run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.tools]
 
 LIMIT = 300.0  # seconds; it needs about 15 on two idle cores
 METHODS = "dense,dense-waiting,fp16,ddp,powersgd,topk,topk-int8-sharded"

@@ -11,7 +11,7 @@ import pytest
 
 from launcher import REPOSITORY, WITHOUT_TENSORFLOW, run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.tools]
 
 LIMIT = 400.0  # seconds; it needs about 30 on two idle cores
 

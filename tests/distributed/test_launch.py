@@ -9,7 +9,7 @@ import pytest
 
 from launcher import RANKS, TAG, launch_ranks, run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.tools]
 
 DELIBERATE = RANKS / "deliberate"
 

@@ -11,7 +11,7 @@ import pytest
 
 from launcher import HOROVODRUN, REPOSITORY, run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.tools]
 
 LIMIT = 240.0  # seconds; a quarter of a minute on idle cores
 COMMAND = [sys.executable, "-m", "horovod_topk.cli"]

@@ -10,6 +10,8 @@ import pytest
 import fuzz
 from horovod_topk.kernels import compile as kernels
 
+pytestmark = pytest.mark.tools
+
 SECONDS = 2.0
 
 

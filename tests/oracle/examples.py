@@ -1,6 +1,7 @@
 """How many examples a property test tries, in each tier of tests/conftest.py.
 
-The same ones from run to run. The fast tier tries a third of what the full tier does.
+The same ones from run to run. The tiers of `make test` and `make test-tools` try a third of what
+the full tier does.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 DEFAULT = 12  # examples of a test without `@examples`, in the full tier
-PART = {"fast": 3, "rest": 1, "all": 1}  # one in how many
+PART = {"fast": 3, "tools": 3, "rest": 1, "all": 1}  # one in how many
 
 for _tier, _part in PART.items():
     settings.register_profile(
