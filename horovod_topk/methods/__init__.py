@@ -1,6 +1,6 @@
 """Compression methods, one file each, and the one list of them.
 
-Adding a method is a file in this folder and a line here; see CONTRIBUTING.md.
+Adding a method is a file in this folder and a line here; see docs/adding-a-method.md.
 """
 
 from horovod_topk.methods.bytegrad import ByteGrad

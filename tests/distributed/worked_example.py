@@ -1,4 +1,4 @@
-"""The compression method that CONTRIBUTING.md shows, taken from that page and registered."""
+"""The compression method of docs/adding-a-method.md, taken from that page and registered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from horovod_topk.methods import METHODS
 
-PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-method.md"
 BLOCK = r"a whole codec, `horovod_topk/methods/(\w+)\.py`:\n\n```python\n(.*?)```"
 LINE = r"is\n\n```python\n    \"(\w+)\": (\w+),\n```\n\nand makes"
 
@@ -18,7 +18,7 @@ LINE = r"is\n\n```python\n    \"(\w+)\": (\w+),\n```\n\nand makes"
 def text() -> tuple[str, str]:
     """The method's module name and source, as the page has them."""
     found = re.search(BLOCK, PAGE.read_text(), re.S)
-    assert found, "CONTRIBUTING.md has no worked example"
+    assert found, "docs/adding-a-method.md has no worked example"
     return found[1], found[2]
 
 
@@ -33,6 +33,6 @@ def register(folder: Path) -> type[Any]:
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     line = re.search(LINE, PAGE.read_text())
-    assert line, "CONTRIBUTING.md has no line for the registry"
+    assert line, "docs/adding-a-method.md has no line for the registry"
     METHODS[line[1]] = getattr(module, line[2])
     return METHODS[line[1]]

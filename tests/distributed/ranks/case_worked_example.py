@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's compression method trains in PyTorch, and goes on from a checkpoint."""
+"""The worked example of a compression method trains in PyTorch, also after a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's compression method runs in TensorFlow, and goes on from a checkpoint."""
+"""The worked example of a compression method runs in TensorFlow, also after a checkpoint."""
 
 from __future__ import annotations
 
