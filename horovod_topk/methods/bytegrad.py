@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from horovod_topk.config import check_whole
-from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
+from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, bucket_recipe
 from horovod_topk.ops import Fused, Ops
 
 Array = Any  # an array of the framework that `ops` is for
@@ -50,7 +50,7 @@ class ByteGrad(Codec):
         """`Codec.data_bytes`."""
         return 2 * self._range_bytes(piece) + piece.numel
 
-    def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
+    def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
         """`Codec.pack`."""
         values = ops.finite(values) * 0.5  # halved, so that no range overflows
         low = ops.largest(values * -1, self.block) * -1
@@ -60,7 +60,9 @@ class ByteGrad(Codec):
         codes = ops.pack_bits(ops.cast(share + 0.5, "int64"), 8)
         return ops.joined([*(ops.pack_values(each, "float32") for each in (low, step)), codes])
 
-    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
+    def unpack(
+        self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
+    ) -> Array:
         """`Codec.unpack`."""
         low, step = (
             ops.spread(each, self.block, piece.numel) for each in self._ranges(ops, piece, rows)

@@ -16,7 +16,7 @@ from typing import ClassVar, TypeVar
 
 from horovod_topk.config import EXCHANGES, check_choice
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
+from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, bucket_recipe
 from horovod_topk.ops import Fused, Ops, coding
 
 Array = TypeVar("Array")
@@ -81,11 +81,13 @@ class Dense(Codec):
         """`Codec.why_whole`: no reason, as dense gradients are what the user has chosen."""
         return None
 
-    def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
+    def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
         """`Codec.pack`."""
         return ops.pack_values(values, self.values)
 
-    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
+    def unpack(
+        self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
+    ) -> Array:
         """`Codec.unpack`."""
         return ops.unpack_values(rows, piece.numel, self.values, dtype)
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
+from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, bucket_recipe
 from horovod_topk.ops import Fused, Ops, coding
 
 Array = Any  # an array of the framework that `ops` is for
@@ -51,7 +51,7 @@ class OneBit(Codec):
         """`Codec.data_bytes`."""
         return 2 * self._mean_bytes(piece) + -(-piece.numel // 8)
 
-    def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
+    def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
         """`Codec.pack`. Magnitudes are summed in float64, in the order of `Ops.sums`."""
         values, column = ops.finite(values), _column(piece)
         size, is_below = ops.cast(abs(values), "float64"), ops.cast(values < 0, "int64")
@@ -63,7 +63,9 @@ class OneBit(Codec):
             parts.append(ops.pack_values(mean, "bfloat16"))
         return ops.joined([*parts, ops.pack_bits(is_below, 1)])
 
-    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
+    def unpack(
+        self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
+    ) -> Array:
         """`Codec.unpack`."""
         above, below = (
             ops.spread(means, _column(piece), piece.numel)

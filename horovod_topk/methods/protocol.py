@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from horovod_topk.config import AUTO, Settings
@@ -181,6 +181,23 @@ class Read(Generic[Array]):
     sound: Sequence[Array] = ()  # bool [P] each: whether the data is valid
 
 
+@dataclass(frozen=True)
+class Announced(Generic[Array]):
+    """Numbers of one piece that ranks have announced before they encode it."""
+
+    own: Array  # [c] float32: announced by this rank
+    rows: Array  # [W, c] float32: announced by each rank that sends the piece, in rank order
+
+
+@dataclass(frozen=True)
+class Context(Generic[Array]):
+    """What a codec is given beside the values of a piece; most codecs use none of it."""
+
+    key: Key | None = None  # key of random numbers, for a method that is `Seeded`
+    squares: Array | None = None  # Adam's mean square of each element, [n], to select by
+    announced: Announced[Array] | None = None  # all ranks' numbers, for an `AnnouncingCodec`
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method(Settings):
     """Base class of both kinds of methods: its fields are the settings."""
@@ -282,12 +299,20 @@ class Codec(Method):
             at += whole_bytes(piece) if piece.whole else self.data_bytes(piece)
         return placed, at
 
-    def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
-        """Encode a piece's elements, [n] of the residual's dtype, to [data_bytes] uint8."""
+    def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
+        """Encode a piece's elements, [n] of the residual's dtype, to [data_bytes] uint8.
+
+        Random numbers are drawn from `context.key.own` (this rank's) or `context.key.shared`.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no pack")
 
-    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
-        """Decode [P, data_bytes] bytes to [P, n] values of `dtype`."""
+    def unpack(
+        self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
+    ) -> Array:
+        """Decode [P, data_bytes] bytes to [P, n] values of `dtype`.
+
+        `context.key.of_row(row)` draws the numbers that the writer of a row has drawn as its own.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no unpack")
 
     def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:
@@ -301,19 +326,41 @@ class Codec(Method):
         """
         return None
 
-    def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
-        """Encode a piece of e + g: `values`, [n] of the residual's dtype, n > 0."""
-        return _encoded(ops, bucket, piece, values, self, self.pack, self.unpack)
-
-    def encode_weighted(
-        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, squares: Array
+    def encode(
+        self,
+        ops: Ops[Array],
+        bucket: Bucket,
+        piece: Any,
+        values: Array,
+        context: Context[Array],
     ) -> Sent[Array]:
-        """`encode`, given Adam's mean square of each element, [n]; ignores it unless overridden."""
-        return self.encode(ops, bucket, piece, values)
+        """Encode a piece of e + g: `values`, [n] of the residual's dtype, n > 0."""
+        dtype = bucket.residual_dtype
+        if piece.whole:
+            return Sent([(piece.at, ops.pack_values(values, dtype))], values, None, values)
+        data = self.pack(ops, piece, values, context)
+        if not self.error_feedback:
+            return Sent([(piece.at, data)], values, None, values)
+        rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
+        read = ops.row(self.unpack(ops, piece, rows, dtype, context), 0)
+        return Sent([(piece.at, data)], read, None, values)
 
-    def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
-        """Decode one piece, n > 0, from payloads one after another."""
-        return _decoded(ops, bucket, piece, gathered, self, self.unpack)
+    def decode(
+        self,
+        ops: Ops[Array],
+        bucket: Bucket,
+        piece: Any,
+        gathered: Array,
+        context: Context[Array],
+    ) -> Read[Array]:
+        """Decode one piece, n > 0, from payloads one after another; `context` has only a key."""
+        dtype, width = bucket.residual_dtype, bucket.payload_bytes
+        if piece.whole:
+            rows = ops.load(gathered, width, piece.at, whole_bytes(piece))
+            return Read(ops.unpack_values(rows, piece.numel, dtype, dtype))
+        rows = ops.load(gathered, width, piece.at, self.data_bytes(piece))
+        sound = self.sound(ops, piece, rows, dtype)
+        return Read(self.unpack(ops, piece, rows, dtype, context), None, sound)
 
     def measure(
         self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array
@@ -333,8 +380,8 @@ class Codec(Method):
 class Seeded(Method):
     """A method of either kind that draws random numbers from a seed.
 
-    A codec derives from `SeededCodec`. A method of rounds derives from `Rounds, Seeded`, in this
-    order, and its key is `Work.key`.
+    It derives from `Codec, Seeded` or `Rounds, Seeded`, in this order. The key is `Context.key` or
+    `Work.key`; a kernel draws from `Key.own`.
     """
 
     seed: int = 0  # seed of the random numbers; equal on all ranks
@@ -349,54 +396,13 @@ class Seeded(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeededCodec(Codec, Seeded):
-    """A codec that draws random numbers: `Codec`, with a key in each call.
-
-    `pack_keyed` draws from `key.own` (this rank's) or `key.shared`; `unpack_keyed` draws the same
-    numbers for a received row from `key.of_row(row)` or `key.shared`. A kernel uses `key.own`.
-    """
-
-    def pack_keyed(self, ops: Ops[Array], piece: Piece, values: Array, key: Key) -> Array:
-        """`Codec.pack`, with a key."""
-        raise NotImplementedError(f"{type(self).__name__} has no pack_keyed")
-
-    def unpack_keyed(
-        self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, key: Key
-    ) -> Array:
-        """`Codec.unpack`, with a key; calls `unpack` unless overridden."""
-        return self.unpack(ops, piece, rows, dtype)
-
-    def encode_keyed(
-        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, key: Key
-    ) -> Sent[Array]:
-        """`Codec.encode`, with a key."""
-        pack, unpack = partial(self.pack_keyed, key=key), partial(self.unpack_keyed, key=key)
-        return _encoded(ops, bucket, piece, values, self, pack, unpack)
-
-    def decode_keyed(
-        self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array, key: Key
-    ) -> Read[Array]:
-        """`Codec.decode`, with a key."""
-        unpack = partial(self.unpack_keyed, key=key)
-        return _decoded(ops, bucket, piece, gathered, self, unpack)
-
-
-@dataclass(frozen=True)
-class Announced(Generic[Array]):
-    """Numbers of one piece that ranks have announced before they encode it."""
-
-    own: Array  # [c] float32: announced by this rank
-    rows: Array  # [W, c] float32: announced by each rank that sends the piece, in rank order
-
-
-@dataclass(frozen=True, kw_only=True)
 class AnnouncingCodec(Codec):
     """A codec whose ranks exchange a few numbers of each piece before they encode it.
 
     The numbers are gathered before the payloads, over any exchange, from the ranks that send the
     same piece: all ranks, or only the owner of a shard when it sends its sum back. Readers do not
     get them: all that a reader needs is in the payload. Numbers must be finite even if values are
-    not. A method that draws random numbers derives from `AnnouncingCodec, Seeded`.
+    not.
     """
 
     def numbers(self, piece: Piece) -> int:
@@ -406,30 +412,6 @@ class AnnouncingCodec(Codec):
     def announce(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
         """Compute [numbers] float32 from a piece of e + g: [n] of the residual's dtype."""
         raise NotImplementedError(f"{type(self).__name__} has no announce")
-
-    def pack_announced(
-        self,
-        ops: Ops[Array],
-        piece: Piece,
-        values: Array,
-        announced: Announced[Array],
-        key: Key | None,
-    ) -> Array:
-        """`Codec.pack`, with announcements; the key is None unless the method is `Seeded`."""
-        raise NotImplementedError(f"{type(self).__name__} has no pack_announced")
-
-    def encode_announced(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        values: Array,
-        announced: Announced[Array],
-        key: Key | None,
-    ) -> Sent[Array]:
-        """`Codec.encode`, with announcements and a key."""
-        pack = partial(self.pack_announced, announced=announced, key=key)
-        return _encoded(ops, bucket, piece, values, self, pack, self.unpack)
 
 
 @dataclass(frozen=True)
@@ -556,45 +538,6 @@ class Rounds(Method):
         written. A `Product` is never written out.
         """
         raise NotImplementedError(f"{type(self).__name__} has no finish")
-
-
-def _encoded(
-    ops: Ops[Array],
-    bucket: Bucket,
-    piece: Any,
-    values: Array,
-    method: Codec,
-    pack: Callable[[Ops[Array], Piece, Array], Array],
-    unpack: Callable[[Ops[Array], Piece, Array, str], Array],
-) -> Sent[Array]:
-    """Encode a piece of which all elements are sent: compressed by `pack`, or whole."""
-    dtype = bucket.residual_dtype
-    if piece.whole:
-        return Sent([(piece.at, ops.pack_values(values, dtype))], values, None, values)
-    data = pack(ops, piece, values)
-    if not method.error_feedback:
-        return Sent([(piece.at, data)], values, None, values)
-    rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
-    read = ops.row(unpack(ops, piece, rows, dtype), 0)
-    return Sent([(piece.at, data)], read, None, values)
-
-
-def _decoded(
-    ops: Ops[Array],
-    bucket: Bucket,
-    piece: Any,
-    gathered: Array,
-    method: Codec,
-    unpack: Callable[[Ops[Array], Piece, Array, str], Array],
-) -> Read[Array]:
-    """Decode a piece that `_encoded` has encoded, from all payloads."""
-    dtype, width = bucket.residual_dtype, bucket.payload_bytes
-    if piece.whole:
-        rows = ops.load(gathered, width, piece.at, whole_bytes(piece))
-        return Read(ops.unpack_values(rows, piece.numel, dtype, dtype))
-    rows = ops.load(gathered, width, piece.at, method.data_bytes(piece))
-    sound = method.sound(ops, piece, rows, dtype)
-    return Read(unpack(ops, piece, rows, dtype), None, sound)
 
 
 def numbers_of(method: object, piece: Piece) -> int:

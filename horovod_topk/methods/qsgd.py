@@ -23,8 +23,8 @@ from typing import Any, ClassVar
 
 from horovod_topk.config import check_choice, check_flag, check_whole
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.keys import Key, halves
-from horovod_topk.methods.protocol import Bucket, Piece, SeededCodec, bucket_recipe
+from horovod_topk.methods.keys import halves
+from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, Seeded, bucket_recipe
 from horovod_topk.ops import Fused, Ops, coding
 
 Array = Any  # an array of the framework that `ops` is for
@@ -33,7 +33,7 @@ ABOVE = 1 + 2.0**-20  # makes up for rounding, so that no element exceeds s step
 
 
 @dataclass(frozen=True, kw_only=True)
-class QSGD(SeededCodec):
+class QSGD(Codec, Seeded):
     """Round each element at random to 2 to 8 bits, with a scale for each block.
 
     Every element is sent; a payload is 4 to 15 times smaller than float32. It is unbiased without a
@@ -93,18 +93,21 @@ class QSGD(SeededCodec):
         """`Codec.data_bytes`."""
         return self._step_bytes(piece.numel) + -(-piece.numel * self.bits // 8)
 
-    def pack_keyed(self, ops: Ops[Array], piece: Piece, values: Array, key: Key) -> Array:
-        """`SeededCodec.pack_keyed`."""
+    def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
+        """`Codec.pack`."""
+        assert context.key is not None
         values, count = ops.finite(values), piece.numel
         step = ops.above(self._norms(ops, abs(values)) * (ABOVE / self.levels))
         exact = ops.divided(abs(values), ops.spread(step, self.block, count))
-        drawn = ops.cast(halves(ops, key.own, count, ops.device(values)), "float32")
+        drawn = ops.cast(halves(ops, context.key.own, count, ops.device(values)), "float32")
         level = ops.cast(exact + (drawn + 0.5) * 2.0**-16, "int64")
         sign = ops.cast(values < 0, "int64") * -2 + 1
         codes = level * sign + self.levels
         return ops.joined([ops.pack_values(step, "bfloat16"), ops.pack_bits(codes, self.bits)])
 
-    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
+    def unpack(
+        self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
+    ) -> Array:
         """`Codec.unpack`."""
         step, multiple = self._read(ops, rows, piece.numel)
         return ops.cast(ops.spread(step, self.block, piece.numel) * multiple, dtype)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from horovod_topk.config import EXCHANGES, check_flag
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
+from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, bucket_recipe
 from horovod_topk.ops import Fused, Ops, coding
 
 Array = Any  # an array of the framework that `ops` is for
@@ -70,13 +70,15 @@ class SignSGD(Codec):
         """`Codec.data_bytes`."""
         return -(-piece.numel // 8) if self.majority else coding.value_bytes("sign", piece.numel)
 
-    def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
+    def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
         """`Codec.pack`."""
         if self.majority:
             return ops.pack_bits(ops.cast(values < 0, "int64"), 1)
         return ops.pack_values(values, "sign")
 
-    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
+    def unpack(
+        self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
+    ) -> Array:
         """`Codec.unpack`."""
         if self.majority:
             return ops.cast(ops.unpack_bits(rows, piece.numel, 1) * -2 + 1, dtype)

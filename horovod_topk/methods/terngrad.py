@@ -20,11 +20,11 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.keys import Key, halves
+from horovod_topk.methods.keys import halves
 from horovod_topk.methods.protocol import (
-    Announced,
     AnnouncingCodec,
     Bucket,
+    Context,
     Piece,
     Seeded,
     bucket_recipe,
@@ -101,15 +101,10 @@ class TernGrad(AnnouncingCodec, Seeded):
             return largest
         return _lesser(ops, largest, _deviations(ops, sums, count, piece.clip))
 
-    def pack_announced(
-        self,
-        ops: Ops[Array],
-        piece: Piece,
-        values: Array,
-        announced: Announced[Array],
-        key: Key | None,
-    ) -> Array:
-        """`AnnouncingCodec.pack_announced`."""
+    def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
+        """`Codec.pack`."""
+        announced, key = context.announced, context.key
+        assert announced is not None
         assert key is not None
         scale, kernel = ops.column_largest(announced.rows), ops.ternary(ops.device(values))
         if kernel is not None:
@@ -123,7 +118,9 @@ class TernGrad(AnnouncingCodec, Seeded):
         codes = ops.pack_digits(is_sent * sign + 1, 3)
         return ops.joined([ops.pack_values(scale, "float32"), codes])
 
-    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
+    def unpack(
+        self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
+    ) -> Array:
         """`Codec.unpack`."""
         scale, multiple = self._read(ops, rows, piece.numel)
         return ops.cast(ops.spread(scale, piece.numel, piece.numel) * multiple, dtype)

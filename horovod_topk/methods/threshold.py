@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Self
 
 from horovod_topk.config import AUTO, check_flag
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import Bucket, Codec, Piece, Read, Sent
+from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, Read, Sent
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops import Fused, Ops
 from horovod_topk.ratios import checked_ratio
@@ -137,15 +137,16 @@ class Threshold(Codec):
         """`Method.why_whole`: as Top-K."""
         return self._top.why_whole(piece)
 
-    def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
-        """`Codec.encode`: that of Top-K."""
-        return self._top.encode(ops, bucket, piece, values)
-
-    def encode_weighted(
-        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, squares: Array
+    def encode(
+        self,
+        ops: Ops[Array],
+        bucket: Bucket,
+        piece: Any,
+        values: Array,
+        context: Context[Array],
     ) -> Sent[Array]:
-        """As `Codec.encode_weighted`. Weights decide which elements are sent, not how many."""
-        return self._top.encode_weighted(ops, bucket, piece, values, squares)
+        """`Codec.encode`: as Top-K. Mean squares decide which elements are sent, not how many."""
+        return self._top.encode(ops, bucket, piece, values, context)
 
     def measure(
         self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array
@@ -156,9 +157,16 @@ class Threshold(Codec):
         above = ops.count_above(values, self._limit(ops, piece.numel, values))
         return above, ops.zeros(1, "float32", bucket.device) + piece.numel
 
-    def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
+    def decode(
+        self,
+        ops: Ops[Array],
+        bucket: Bucket,
+        piece: Any,
+        gathered: Array,
+        context: Context[Array],
+    ) -> Read[Array]:
         """`Codec.decode`: as Top-K."""
-        return self._top.decode(ops, bucket, piece, gathered)
+        return self._top.decode(ops, bucket, piece, gathered, context)
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
         """`Codec.kernel`: that of Top-K."""

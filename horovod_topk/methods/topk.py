@@ -58,6 +58,7 @@ from horovod_topk.methods.protocol import (
     SECTION,
     Bucket,
     Codec,
+    Context,
     Piece,
     Read,
     Sent,
@@ -274,23 +275,20 @@ class TopK(Codec):
 
     # Encoding and decoding.
 
-    def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
-        """`Codec.encode`."""
-        return self._encoded(ops, bucket, piece, values, values)
-
-    def encode_weighted(
-        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, squares: Array
+    def encode(
+        self,
+        ops: Ops[Array],
+        bucket: Bucket,
+        piece: Any,
+        values: Array,
+        context: Context[Array],
     ) -> Sent[Array]:
-        """`Codec.encode_weighted`: selects by |a| v^(-1/4), with Adam's mean square v."""
-        keys = ops.weighted(values, squares) if piece.index else values
-        return self._encoded(ops, bucket, piece, values, keys)
-
-    def _encoded(
-        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, keys: Array
-    ) -> Sent[Array]:
-        """Encode the values with the largest keys."""
+        """`Codec.encode`: selects by |a|, or by |a| v^(-1/4) with Adam's mean squares v."""
         kind, dtype = self.value_kind(bucket.residual_dtype), bucket.residual_dtype
         select = ops.sample if self.selection == "sampled" else ops.select
+        keys, squares = values, context.squares
+        if squares is not None and piece.index:
+            keys = ops.weighted(values, squares)
         index = select(keys, piece.k) if piece.index else None
         chosen = values if index is None else ops.take(values, index)
         data = ops.pack_values(chosen, kind)
@@ -301,7 +299,14 @@ class TopK(Codec):
             parts.append((piece.index_at, ops.pack_index(index, piece.numel, piece.index)))
         return Sent(parts, read, index, chosen)  # NaN counts as the largest magnitude
 
-    def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
+    def decode(
+        self,
+        ops: Ops[Array],
+        bucket: Bucket,
+        piece: Any,
+        gathered: Array,
+        context: Context[Array],
+    ) -> Read[Array]:
         """`Codec.decode`."""
         kind, width = self.value_kind(bucket.residual_dtype), bucket.payload_bytes
         rows = ops.load(gathered, width, piece.at, coding.value_bytes(kind, piece.k))

@@ -45,6 +45,7 @@ from horovod_topk.methods import (
     Threshold,
     TopK,
 )
+from horovod_topk.methods.protocol import Context
 from horovod_topk.ops import Ops, coding
 
 Array = NDArray[Any]
@@ -59,10 +60,12 @@ class Halves(Codec):
     def data_bytes(self, piece: Piece) -> int:
         return coding.value_bytes("float16", piece.numel)
 
-    def pack(self, ops: Ops[Any], piece: Piece, values: Any) -> Any:
+    def pack(self, ops: Ops[Any], piece: Piece, values: Any, context: Context[Any]) -> Any:
         return ops.pack_values(values, "float16")
 
-    def unpack(self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str) -> Any:
+    def unpack(
+        self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str, context: Context[Any]
+    ) -> Any:
         return ops.unpack_values(rows, piece.numel, "float16", dtype)
 
 
@@ -237,7 +240,7 @@ def read(plans: tuple[BucketPlan, ...], payloads: bytes, whole: BucketPlan) -> G
         row = np.frombuffer(payloads[position * size : (position + 1) * size], np.uint8)
         for piece in plan.tensors:
             if piece.numel:
-                got = method.decode(NUMPY.ops, plan, piece, row)
+                got = method.decode(NUMPY.ops, plan, piece, row, Context())
                 assert all(fact.all() for fact in got.sound)
                 index = np.arange(piece.numel) if got.index is None else got.index[0]
                 places = NUMPY.ops.global_index(index, plan.parts, piece.first)

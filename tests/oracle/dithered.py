@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from horovod_topk.methods.keys import Key, uniform
-from horovod_topk.methods.protocol import Bucket, Piece, Rounds, Seeded, SeededCodec, Work
+from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, Rounds, Seeded, Work
 from horovod_topk.ops import Ops, coding
 
 LARGE = 64.0  # a reader with another key than the writer's has values that are so far off
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dithered(SeededCodec):
+class Dithered(Codec, Seeded):
     """Subtractive dither: float16 of the values and random numbers, which readers take off again.
 
     One random number of the sender's own and one that all ranks share are added to each value.
@@ -24,12 +24,14 @@ class Dithered(SeededCodec):
     def data_bytes(self, piece: Piece) -> int:
         return coding.value_bytes("float16", piece.numel)
 
-    def pack_keyed(self, ops: Ops[Any], piece: Piece, values: Any, key: Key) -> Any:
+    def pack(self, ops: Ops[Any], piece: Piece, values: Any, context: Context[Any]) -> Any:
         total = ops.clone(values)
-        ops.compensate(_dither(ops, key, None, total), total, total)
+        ops.compensate(_dither(ops, context.key, None, total), total, total)
         return ops.pack_values(total, "float16")
 
-    def unpack_keyed(self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str, key: Key) -> Any:
+    def unpack(
+        self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str, context: Context[Any]
+    ) -> Any:
         numel = piece.numel
         read = ops.unpack_values(rows, numel, "float16", dtype)
         count = ops.numel(read) // numel
@@ -37,11 +39,12 @@ class Dithered(SeededCodec):
         for row in range(count):
             here = ops.view(out, row * numel, (row + 1) * numel)
             ops.assign(here, ops.row(read, row))
-            ops.subtract_at(here, None, _dither(ops, key, row, here))
+            ops.subtract_at(here, None, _dither(ops, context.key, row, here))
         return ops.load(out, numel, 0, numel)
 
 
-def _dither(ops: Ops[Any], key: Key, row: int | None, like: Any) -> Any:
+def _dither(ops: Ops[Any], key: Key | None, row: int | None, like: Any) -> Any:
+    assert key is not None
     own, count = key.own if row is None else key.of_row(row), ops.numel(like)
     drawn = [uniform(ops, each, count, "float32", "cpu") for each in (own, key.shared.number(1))]
     total = ops.zeros(count, "float32", "cpu")

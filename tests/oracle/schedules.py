@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from horovod_topk.methods.protocol import Bucket, Codec, Piece
+from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece
 from horovod_topk.ops import Ops, coding
 from horovod_topk.schedules import Decision, Schedule
 
@@ -44,10 +44,12 @@ class Counting(Codec):
     def data_bytes(self, piece: Piece) -> int:
         return coding.value_bytes("sign", piece.numel)
 
-    def pack(self, ops: Ops[Any], piece: Piece, values: Any) -> Any:
+    def pack(self, ops: Ops[Any], piece: Piece, values: Any, context: Context[Any]) -> Any:
         return ops.pack_values(values, "sign")
 
-    def unpack(self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str) -> Any:
+    def unpack(
+        self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str, context: Context[Any]
+    ) -> Any:
         return ops.unpack_values(rows, piece.numel, "sign", dtype)
 
     def measure(self, ops: Ops[Any], bucket: Bucket, piece: Any, values: Any) -> Sequence[Any]:

@@ -15,8 +15,7 @@ from horovod_topk.core.exchange.announcing import announced_bytes
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.shards import shard
 from horovod_topk.errors import PayloadError, TopKError
-from horovod_topk.methods.keys import Key
-from horovod_topk.methods.protocol import Announced, AnnouncingCodec, Piece
+from horovod_topk.methods.protocol import AnnouncingCodec, Context, Piece
 from horovod_topk.ops import Ops, coding
 
 RANKS = 4  # two nodes of two
@@ -50,10 +49,10 @@ class Shifted(AnnouncingCodec):
         first = ops.finite(ops.view(values, 0, 1))
         return ops.joined([first, first])
 
-    def pack_announced(
-        self, ops: Ops[Any], piece: Piece, values: Any, announced: Announced[Any], key: Key | None
-    ) -> Any:
-        assert key is None
+    def pack(self, ops: Ops[Any], piece: Piece, values: Any, context: Context[Any]) -> Any:
+        announced = context.announced
+        assert announced is not None
+        assert context.key is None
         if isinstance(announced.rows, np.ndarray):
             self.heard.append((piece.numel, announced.own.tolist(), announced.rows.tolist()))
         shift = ops.zeros(2, "float32", "cpu")
@@ -62,7 +61,9 @@ class Shifted(AnnouncingCodec):
         rest = ops.cast(values, "float32") - ops.spread(shift, piece.numel, piece.numel)
         return ops.joined([ops.pack_values(shift, "float32"), ops.pack_values(rest, "float16")])
 
-    def unpack(self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str) -> Any:
+    def unpack(
+        self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str, context: Context[Any]
+    ) -> Any:
         shift = ops.unpack_values(ops.columns(rows, 0, 4), 1, "float32", "float32")
         rest = ops.columns(rows, 4, None)
         rest = ops.unpack_values(rest, piece.numel, "float16", "float32")

@@ -13,7 +13,7 @@ from oracle.world import World
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import ByteGrad, Codec, OneBit
-from horovod_topk.methods.protocol import Piece
+from horovod_topk.methods.protocol import Context, Piece
 
 SHAPES = ((40, 50), (6, 7, 5), (100, 3), (301,), (1,), (2, 33))
 Array = NDArray[Any]
@@ -22,11 +22,13 @@ Array = NDArray[Any]
 def coded(method: Codec, values: Array, backend: Backend = NUMPY) -> Array:
     """Encode values, and return what receivers decode."""
     piece, ops = Piece(TensorSpec("w", values.shape, "float32"), values.size, 0), backend.ops
-    data = method.pack(ops, piece, backend.array(values.reshape(-1), "float32"))
+    data = method.pack(ops, piece, backend.array(values.reshape(-1), "float32"), Context())
     assert ops.numel(data) == method.data_bytes(piece)
     rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
     assert all(backend.numpy(each).all() for each in method.sound(ops, piece, rows, "float32"))
-    return backend.numpy(method.unpack(ops, piece, rows, "float32"))[0].reshape(values.shape)
+    return backend.numpy(method.unpack(ops, piece, rows, "float32", Context()))[0].reshape(
+        values.shape
+    )
 
 
 def values_of(shape: tuple[int, ...], seed: int = 0) -> Array:

@@ -13,7 +13,7 @@ from oracle.backends import NUMPY, Backend, each_framework
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import QSGD
 from horovod_topk.methods.keys import Key, halves
-from horovod_topk.methods.protocol import Piece, TensorSpec
+from horovod_topk.methods.protocol import Context, Piece, TensorSpec
 
 SIZE = 300
 PIECE = Piece(TensorSpec("w", (SIZE,), "float32"), SIZE, 0)
@@ -32,10 +32,10 @@ def key(committed: int) -> Key:
 def coded(method: QSGD, values: Array, committed: int, backend: Backend = NUMPY) -> Array:
     """Encode values, and return what receivers decode."""
     ops = backend.ops
-    data = method.pack_keyed(ops, PIECE, backend.array(values, "float32"), key(committed))
+    data = method.pack(ops, PIECE, backend.array(values, "float32"), Context(key(committed)))
     rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
     assert all(backend.numpy(fact).all() for fact in method.sound(ops, PIECE, rows, "float32"))
-    return backend.numpy(method.unpack(ops, PIECE, rows, "float32"))[0]
+    return backend.numpy(method.unpack(ops, PIECE, rows, "float32", Context()))[0]
 
 
 def values_of(seed: int = 5) -> Array:

@@ -15,7 +15,7 @@ from oracle.backends import NUMPY, Backend, each_framework
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import TernGrad
 from horovod_topk.methods.keys import Key, halves
-from horovod_topk.methods.protocol import Announced, Piece, TensorSpec
+from horovod_topk.methods.protocol import Announced, Context, Piece, TensorSpec
 
 SIZE = 303  # no multiple of 5
 RANKS = 3
@@ -41,12 +41,12 @@ def coded(
     rows, read = ops.load(ops.joined(own), 1, 0, 1), []
     for rank, values in enumerate(arrays):
         announced = Announced(own[rank], rows)
-        data = method.pack_announced(ops, piece, values, announced, key(committed, rank))
+        data = method.pack(ops, piece, values, Context(key(committed, rank), announced=announced))
         assert ops.numel(data) == method.data_bytes(piece)
         written = ops.load(data, ops.numel(data), 0, ops.numel(data))
         facts = method.sound(ops, piece, written, "float32")
         assert all(backend.numpy(fact).all() for fact in facts)
-        read.append(backend.numpy(method.unpack(ops, piece, written, "float32"))[0])
+        read.append(backend.numpy(method.unpack(ops, piece, written, "float32", Context()))[0])
     return read
 
 
@@ -146,7 +146,7 @@ def test_five_elements_take_a_byte() -> None:
     values = np.array([3, 0, -3, 0, 3, -3], np.float32)
     announced = Announced(np.float32([3]), np.float32([[2], [3]]))
     piece = piece_of(method, size=6)
-    data = method.pack_announced(NUMPY.ops, piece, values, announced, key(0))
+    data = method.pack(NUMPY.ops, piece, values, Context(key(0), announced=announced))
     assert data[4:].tolist() == [2 + 3 + 0 + 27 + 2 * 81, 0]
 
 

@@ -32,9 +32,9 @@ from horovod_topk.methods.protocol import (
     Announced,
     AnnouncingCodec,
     Codec,
+    Context,
     Read,
     Seeded,
-    SeededCodec,
     Sent,
     numbers_of,
 )
@@ -560,21 +560,15 @@ class PayloadCodec(Generic[Array]):
         ops, piece, method = self._ops, bucket.tensors[position], _method(bucket)
         if not piece.numel:
             return Sent([], values, None, values)
-        key = self.key(bucket, position, rows=False)
-        if isinstance(method, AnnouncingCodec):
-            if announced is None:
-                own, count = self.numbers(bucket, position, values), numbers_of(method, piece)
-                announced = Announced(own, ops.load(own, count, 0, count) if count else own)
-            return method.encode_announced(ops, bucket, piece, values, announced, key)
-        if key is not None and isinstance(method, SeededCodec):
-            return method.encode_keyed(ops, bucket, piece, values, key)
+        if announced is None and isinstance(method, AnnouncingCodec):
+            own, count = self.numbers(bucket, position, values), numbers_of(method, piece)
+            announced = Announced(own, ops.load(own, count, 0, count) if count else own)
         squares = self._squares_for(bucket)
         square = squares[piece.gradient] if squares else None
-        if square is None:
-            return method.encode(ops, bucket, piece, values)
-        if bucket.parts > 1:
+        if square is not None and bucket.parts > 1:
             square = ops.shard(square, bucket.parts, piece.first)
-        return method.encode_weighted(ops, bucket, piece, values, square)
+        context = Context(self.key(bucket, position, rows=False), square, announced)
+        return method.encode(ops, bucket, piece, values, context)
 
     def _squares_for(self, bucket: BucketPlan) -> Sequence[Array | None]:
         """Adam's mean squares for a bucket's selection."""
@@ -588,13 +582,9 @@ class PayloadCodec(Generic[Array]):
         """Decode each non-empty piece of gathered payloads, by its position; see `key`."""
         ops, method, read = self._ops, _method(bucket), {}
         for position, piece in enumerate(bucket.tensors):
-            if not piece.numel:
-                continue
-            key = self.key(bucket, position, rows, ago)
-            if key is not None and isinstance(method, SeededCodec):
-                read[position] = method.decode_keyed(ops, bucket, piece, gathered, key)
-            else:
-                read[position] = method.decode(ops, bucket, piece, gathered)
+            if piece.numel:
+                context = Context[Array](self.key(bucket, position, rows, ago))
+                read[position] = method.decode(ops, bucket, piece, gathered, context)
         return read
 
     @staticmethod
