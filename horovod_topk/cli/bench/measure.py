@@ -7,10 +7,12 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from horovod_topk.cli.bench.nic import sent
 from horovod_topk.cli.bench.ranks import Ranks, barrier, mean, most
 from horovod_topk.cli.bench.runners import Runner
+from horovod_topk.cli.timing import in_turns
 
 
 @dataclass(frozen=True)
@@ -54,22 +56,19 @@ def race(
     for runner in runners.values():
         for _ in range(runner.warm_up):
             timed(ranks, runner)
-    costs: dict[str, list[Cost]] = {name: [] for name in runners}
-    octets: dict[str, list[int]] = {name: [] for name in runners}
-    for _ in range(rounds):
-        for name, runner in runners.items():
-            if interface is None:
-                costs[name].append(timed(ranks, runner))
-                continue
-            cost, count = counted(ranks, runner, interface)
-            costs[name].append(cost)
-            octets[name].append(count)
-    medians = {name: statistics.median(each) if each else None for name, each in octets.items()}
-    return {name: taken(ranks, costs[name], medians[name]) for name in runners}
+    measures = {name: partial(counted, ranks, each, interface) for name, each in runners.items()}
+    found = in_turns(measures, rounds)
+    of_each = {name: tuple(zip(*each, strict=True)) for name, each in found.items()}
+    return {
+        name: taken(ranks, costs, statistics.median(octets))
+        for name, (costs, octets) in of_each.items()
+    }
 
 
-def counted(ranks: Ranks, runner: Runner, interface: str) -> tuple[Cost, int]:
-    """Time a step, and count the bytes that left this host's card."""
+def counted(ranks: Ranks, runner: Runner, interface: str | None) -> tuple[Cost, float]:
+    """Time a step, and count the bytes that left this host's card; NaN without a card."""
+    if interface is None:
+        return timed(ranks, runner), math.nan
     barrier(ranks)
     before = sent(interface)
     cost = timed(ranks, runner)
@@ -87,14 +86,14 @@ def timed(ranks: Ranks, runner: Runner) -> Cost:
     return cost
 
 
-def taken(ranks: Ranks, own: Sequence[Cost], octets: float | None) -> Taken:
-    """Combine the measurements of all ranks."""
+def taken(ranks: Ranks, own: Sequence[Cost], octets: float) -> Taken:
+    """Combine the measurements of all ranks; octets: bytes of a step, NaN if not counted."""
     seconds = most(ranks, [cost.seconds for cost in own])
     return Taken(seconds, mean(ranks, [cost.cpu for cost in own]), _mean_of_hosts(ranks, octets))
 
 
-def _mean_of_hosts(ranks: Ranks, octets: float | None) -> float | None:
+def _mean_of_hosts(ranks: Ranks, octets: float) -> float | None:
     """The mean of the bytes that each host's first rank has counted."""
-    counted = octets if ranks.local_rank == 0 and octets is not None else math.nan
-    found = [one for (one,) in ranks.gather([counted]) if not math.isnan(one)]
+    own = octets if ranks.local_rank == 0 else math.nan
+    found = [one for (one,) in ranks.gather([own]) if not math.isnan(one)]
     return statistics.fmean(found) if found else None

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import inspect
 import itertools
+import math
 import runpy
 import sys
 import types
@@ -51,7 +52,7 @@ class Watch:
     ends: list[Cost] = field(default_factory=list)  # clocks at the end of each step
     shapes: list[tuple[int, ...]] = field(default_factory=list)  # of its parameters
     before: Sent | None = None
-    octets: float | None = None  # bytes that left this host's card in a step
+    octets: float = math.nan  # bytes that left this host's card in a step, if counted
 
     def follow(self, optimizer: Any) -> None:
         """Call `end` after each step of an optimizer."""

@@ -22,7 +22,7 @@ CURES = {
     "try --network-interfaces lo",
     "mpi": "mpirun -np 2 hostname has to work first; then horovodrun -np 2 --mpi --verbose python "
     "-m horovod_topk.cli.doctor.rank says more",
-    "torch's gloo": "torchrun --nproc-per-node 2 -m horovod_topk.cli.doctor.torch_rank says more; "
+    "torch's gloo": "torchrun --nproc-per-node 2 -m horovod_topk.cli.doctor.rank says more; "
     "try GLOO_SOCKET_IFNAME=lo",
 }
 
@@ -44,7 +44,7 @@ def meet(controllers: Sequence[str], limit: float = LIMIT_SECONDS) -> Finding:
 def meet_without_horovod(limit: float = LIMIT_SECONDS) -> Finding:
     """Exchange through torch.distributed, as DistributedDataParallel does."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    code = ["-m", "horovod_topk.cli.doctor.torch_rank", str(int(limit))]
+    code = ["-m", "horovod_topk.cli.doctor.rank", str(int(limit))]
     status, printed = run([*torchrun, *code], limit)
     return read(status, printed, "torch's gloo", limit)
 

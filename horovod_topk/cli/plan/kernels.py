@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from horovod_topk.cli.frameworks import Framework
+from horovod_topk.cli.timing import clocked, repeated
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.plan.buckets import BUCKET_ELEMENTS, TensorSpec, make_plan
@@ -145,9 +145,4 @@ def _repeated(framework: Framework, payload: Any, size: int, count: int) -> Any:
 
 def seconds(action: Callable[[], object], repeats: int = REPEATS) -> float:
     """The fastest of some repeats; load by other processes is in `Machine.slowdown` instead."""
-    taken = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        action()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+    return min(repeated(clocked(action), repeats))

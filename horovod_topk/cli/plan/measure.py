@@ -16,6 +16,7 @@ from horovod_topk.cli.frameworks import Framework, find
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.arguments import Asked, Place
 from horovod_topk.cli.processor import cpu_model
+from horovod_topk.cli.timing import clocked, repeated, slowest
 from horovod_topk.core.plan.nodes import Nodes, nodes_of
 from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
 from horovod_topk.cost.fit import Sample, fit
@@ -127,16 +128,10 @@ def gathered(size: int, nodes: Nodes) -> CollectiveCost:
 
 
 def _seconds(framework: Framework, run: Callable[[], object], size: int) -> float:
-    repeats, mine = LARGE_REPEATS if size > LARGE else REPEATS, []
-    for repeat in range(WARM_UP + repeats):
-        framework.barrier()
-        began = time.perf_counter()
-        run()
-        if repeat >= WARM_UP:
-            mine.append(time.perf_counter() - began)
+    measure = clocked(run, before=framework.barrier)
+    mine = repeated(measure, LARGE_REPEATS if size > LARGE else REPEATS, WARM_UP)
     everyone = framework.hvd.allgather_object(mine, name="topkef.plan.seconds")
-    slowest = list(map(max, zip(*everyone, strict=True)))
-    return float(statistics.quantiles(slowest, n=4)[0])
+    return float(statistics.quantiles(slowest(everyone), n=4)[0])
 
 
 def _origin(nodes: Nodes) -> str:
