@@ -8,7 +8,7 @@ operations on the GPU. `bench_gpu_step.py` times whole steps.
     python scripts/bench_gpu.py [--repeats 50] [--ratio 0.01] [--ranks 8] [--geometry programs=264]
 
 The authors' bias: they want the kernels close to the copy. `--geometry` tries other sizes of
-`horovod_topk.kernels.triton.tables.Geometry`; they change speed only.
+`horovod_topk.kernels.triton.topk.tables.Geometry`; they change speed only.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Bench:
     """A bucket with gradients, arenas and payloads on the GPU, and kernels for it."""
 
     def __init__(self, case: Case, ranks: int, geometry: dict[str, int]) -> None:
-        from horovod_topk.kernels.triton.bucket import TritonBucket, suited
+        from horovod_topk.kernels.triton.topk.bucket import TritonBucket, suited
 
         bucket, self.ranks = case.bucket, ranks
         self.bucket, self.geometry = bucket, replace(suited(torch.device(DEVICE, 0)), **geometry)
@@ -145,7 +145,7 @@ class Bench:
 
     def forgetful(self) -> Callable[[], None]:
         """Encode without what the step before left behind."""
-        from horovod_topk.kernels.triton.numbers import NOWHERE
+        from horovod_topk.kernels.triton.topk.numbers import NOWHERE
 
         def run() -> None:
             self.kernel._carried.fill_(int(NOWHERE))

@@ -52,7 +52,11 @@ KERNELS = (  # those that take longest first, as files are compiled side by side
     "passes_avx2.cpp",
     "passes_portable.cpp",
     "bucket.cpp",
+    "topk/topk.cpp",
     "tensor.cpp",
+    "arrays.cpp",
+    "updates/updates.cpp",
+    "baselines/baselines.cpp",
     "workers.cpp",
 )
 OPERATIONS = "tensorflow_ops.cpp"  # of a library of their own
@@ -77,8 +81,8 @@ def find_compiler() -> list[str]:
 
 def digest() -> str:
     """A digest of the kernels' sources, which identifies their version."""
-    contents = (file.read_bytes() for file in sorted(SOURCES.iterdir()))
-    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
+    files = sorted(file for file in SOURCES.rglob("*") if file.is_file())
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def compile_objects(
@@ -96,21 +100,10 @@ def compile_objects(
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
 
     def compile_one(name: str) -> Path:
-        target = folder / f"{name}.o"
-        flags = INSTRUCTIONS.get(name, ()) if is_x86 else ()
-        run(
-            [
-                *compiler,
-                *FLAGS,
-                *flags,
-                *extra,
-                version,
-                "-c",
-                str(SOURCES / name),
-                "-o",
-                str(target),
-            ]
-        )
+        target = folder / f"{Path(name).name}.o"
+        flags = *FLAGS, *(INSTRUCTIONS.get(name, ()) if is_x86 else ()), *extra, version
+        files = f"-I{SOURCES}", "-c", str(SOURCES / name), "-o", str(target)
+        run([*compiler, *flags, *files])
         return target
 
     cores = len(os.sched_getaffinity(0))

@@ -578,7 +578,7 @@ class TorchOps(FactorVerbs):
         if reason is not None:
             _warn_once(device, reason)
             return None
-        from horovod_topk.kernels.triton.bucket import TritonBucket  # it needs Triton
+        from horovod_topk.kernels.triton.topk.bucket import TritonBucket  # it needs Triton
 
         return TritonBucket(recipe, device)
 

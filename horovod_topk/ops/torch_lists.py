@@ -32,7 +32,7 @@ def by_kernels(
     tensors: returns those of an item that kernels read and write.
 
     Yields:
-        The module of kernels, `horovod_topk.kernels.triton.lists`, or None, and a list of items.
+        The module of kernels, `kernels.triton.updates.lists`, or None, and a list of items.
     """
     fit, others = dict[torch.device, list[Item]](), list[Item]()
     for item in items:

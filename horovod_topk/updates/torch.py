@@ -166,7 +166,7 @@ def _others(each: Update) -> Sequence[Tensor]:
 
 
 def _numbers(each: Update) -> tuple[float, ...]:
-    """Numbers of a tensor for `horovod_topk.kernels.triton.lists.update`."""
+    """Numbers of a tensor for `horovod_topk.kernels.triton.updates.lists.update`."""
     of, sign = each.numbers, -1.0 if each.maximize else 1.0
     if isinstance(of, Sgd):
         own = of.momentum, of.rate, of.nesterov, of.loss, 1.0 / (1.0 - of.momentum)

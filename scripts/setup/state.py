@@ -66,7 +66,7 @@ class Environment:
             *sorted((scripts / "setup").glob("*.patch")),
             self.root / "hatch_build.py",
             kernels / "compile.py",
-            *sorted((kernels / "cpu").glob("*")),
+            *sorted(file for file in (kernels / "cpu").rglob("*") if file.is_file()),
         ]
         digest = hashlib.sha256()
         for file in files:

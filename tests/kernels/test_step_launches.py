@@ -93,7 +93,9 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Have tensors on the CPU take the way of those on a GPU; kernels only count."""
-    from horovod_topk.kernels.triton import bucket, lists, memory
+    from horovod_topk.kernels.triton import memory
+    from horovod_topk.kernels.triton.topk import bucket
+    from horovod_topk.kernels.triton.updates import lists
 
     found = Launches()
     for module in (bucket, lists):

@@ -27,7 +27,7 @@ from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, TensorSpec, make_p
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import triton
 from horovod_topk.kernels.triton import unavailable, unsupported
-from horovod_topk.kernels.triton.tables import (
+from horovod_topk.kernels.triton.topk.tables import (
     BFLOAT16,
     BLOCKS,
     COLUMNS,
@@ -233,7 +233,7 @@ class Pair:
     """The verbs and the kernels side by side, given the same gradients."""
 
     def __init__(self, bucket: BucketPlan, geometry: Geometry | None = SMALL) -> None:
-        from horovod_topk.kernels.triton.bucket import TritonBucket
+        from horovod_topk.kernels.triton.topk.bucket import TritonBucket
 
         self.bucket = bucket
         self.codec = PayloadCodec(TorchOps(kernels=False))
@@ -556,12 +556,12 @@ def compiled(
 def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormals survive, and sums and products are rounded apart: as the verbs have it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from horovod_topk.kernels.triton.gather import gather
-    from horovod_topk.kernels.triton.narrow import narrow
-    from horovod_topk.kernels.triton.pack import pack
-    from horovod_topk.kernels.triton.scatter import scatter
-    from horovod_topk.kernels.triton.stream import stream
-    from horovod_topk.kernels.triton.weigh import weigh
+    from horovod_topk.kernels.triton.topk.gather import gather
+    from horovod_topk.kernels.triton.topk.narrow import narrow
+    from horovod_topk.kernels.triton.topk.pack import pack
+    from horovod_topk.kernels.triton.topk.scatter import scatter
+    from horovod_topk.kernels.triton.topk.stream import stream
+    from horovod_topk.kernels.triton.topk.weigh import weigh
 
     size = Geometry()
     chunk = {"CHUNK": size.chunk, "SLOT": size.slot}

@@ -92,7 +92,7 @@ def places(parts: int, first: int) -> tuple[Place, ...]:
 @pytest.fixture
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use Triton's kernels for lists on any device, and leave the CPU's own kernels out."""
-    from horovod_topk.kernels.triton import lists
+    from horovod_topk.kernels.triton.updates import lists
 
     monkeypatch.setattr(native, "find", lambda: native.Found(None, "left out"))
     monkeypatch.setattr(triton, "for_lists", lambda kind: lists)
@@ -148,7 +148,7 @@ def numbers_of(name: str, at: int) -> Sgd | Adam:
 
 @pytest.mark.usefixtures("kernels_alone")
 def case_roots_of_weights() -> None:
-    from horovod_topk.kernels.triton import lists
+    from horovod_topk.kernels.triton.updates import lists
 
     weights, where = drawn(0), tuple((0, 0, n, *Sample(n).pick) for n in SIZES)
     expected = TorchOps(kernels=False).energies_of(weights, None, where, "float32")
@@ -158,7 +158,7 @@ def case_roots_of_weights() -> None:
 
 
 def case_what_kernels_refuse() -> None:
-    from horovod_topk.kernels.triton import lists
+    from horovod_topk.kernels.triton.updates import lists
 
     a, b = torch.zeros(4, 5, device=DEVICE), torch.zeros(3, device=DEVICE)
     assert lists.suit([a], [b]) and lists.suit([a.t()])
@@ -169,7 +169,7 @@ def case_what_kernels_refuse() -> None:
 @pytest.mark.parametrize(("parts", "first"), [(1, 0), (3, 1)])
 def case_energies(parts: int, first: int) -> None:
     """What error feedback takes away; the kernel of the CPU adds it up in another order."""
-    from horovod_topk.kernels.triton import lists
+    from horovod_topk.kernels.triton.updates import lists
 
     gradients, where = drawn(0), places(parts, first)
     before, after, phi = (torch.cat(each) for each in (drawn(1), drawn(2), codes(3)))
@@ -215,7 +215,7 @@ def case_spikes(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     Gradients with more than `small` elements are limited by a launch of their own.
     """
-    from horovod_topk.kernels.triton import lists, samples
+    from horovod_topk.kernels.triton.updates import lists, samples
 
     monkeypatch.setattr(samples, "SMALL", type(samples.SMALL)(small))
     monkeypatch.setattr(lists, "SMALL", small)
@@ -265,7 +265,7 @@ class Side:
 
 
 def sides(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
-    from horovod_topk.kernels.triton import lists
+    from horovod_topk.kernels.triton.updates import lists
 
     monkeypatch.setattr(TorchOps, "_lists", lambda ops, device: lists if ops._use_kernels else None)
     for kernels, device in ((False, "cpu"), (True, DEVICE)):
@@ -294,7 +294,7 @@ def types() -> dict[str, str]:
 def compile_lists(generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormals survive, each operation is correctly rounded, and no register is spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from horovod_topk.kernels.triton import elements, samples
+    from horovod_topk.kernels.triton.updates import elements, samples
 
     kernels = dict.fromkeys((elements.limit, elements.sgd, elements.adam), 8)
     kernels |= dict.fromkeys((samples.rms, samples.spikes, samples.lost, samples.energies), 16)

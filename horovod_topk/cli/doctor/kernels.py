@@ -120,7 +120,7 @@ def _other_settings() -> dict[str, bool]:
         "float64 gradients": all(_served("allgather", TopK(), "float64")),
     }
     try:
-        bucket = importlib.import_module("horovod_topk.kernels.triton.bucket").TritonBucket
+        bucket = importlib.import_module("horovod_topk.kernels.triton.topk.bucket").TritonBucket
     except ImportError:
         return found
     return found | {"masking of momentum correction": hasattr(bucket, "clear")}

@@ -1,4 +1,4 @@
-/* The C interface: divides a bucket's tensors among threads. */
+/* The C interface of a bucket: divides a bucket's tensors among threads. */
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -14,29 +14,10 @@
 #include "passes.h"
 #include "tensor.h"
 #include "topkef.h"
-#include "weights.h"
+#include "topk/weights.h"
 #include "workers.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-using namespace topkef;
-
-namespace {
-
-#ifndef TOPKEF_SPLIT
-#define TOPKEF_SPLIT (1 << 19)
-#endif
-constexpr int64_t SPLIT = TOPKEF_SPLIT;  // least elements of a thread
-#ifndef TOPKEF_TOGETHER
-#define TOPKEF_TOGETHER (8 * SHARD_BLOCK)
-#endif
-constexpr int64_t TOGETHER = TOPKEF_TOGETHER;  // elements of shards encoded in one pass
-constexpr int64_t TILE = 4096;           // elements summed at a time, within the first-level cache
-constexpr int64_t CHUNK = 64 * TILE;     // elements decoded by one task
-constexpr int64_t CACHED = 1 << 18;      // elements that stay cached until they are read next
-constexpr int64_t HEAD = 9, EACH = 10;    // numbers in a recipe for the bucket, and for each tensor
+namespace topkef {
 
 const Passes *fastest_passes() {
   const char *asked = std::getenv("HOROVOD_TOPK_ISA");
@@ -55,33 +36,22 @@ const Passes *fastest_passes() {
   return portable_passes();
 }
 
-/* While it exists, denormals are not flushed, whatever a framework has set for its thread. */
-class KeepDenormals {
-#if defined(__x86_64__)
- public:
-  KeepDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~0x8040u); }
-  ~KeepDenormals() { _mm_setcsr(before_); }
+}  // namespace topkef
 
- private:
-  const unsigned before_;
-#elif defined(__aarch64__)
- public:
-  KeepDenormals() : before_(get()) { set(before_ & ~(uint64_t{1} << 24)); }
-  ~KeepDenormals() { set(before_); }
+using namespace topkef;
 
- private:
-  static uint64_t get() {
-    uint64_t control;
-    asm volatile("mrs %0, fpcr" : "=r"(control));
-    return control;
-  }
-  static void set(uint64_t control) { asm volatile("msr fpcr, %0" : : "r"(control)); }
-  const uint64_t before_;
-#else
- public:
-  ~KeepDenormals() {}
+namespace {
+
+#ifndef TOPKEF_SPLIT
+#define TOPKEF_SPLIT (1 << 19)
 #endif
-};
+constexpr int64_t SPLIT = TOPKEF_SPLIT;  // least elements of a thread
+#ifndef TOPKEF_TOGETHER
+#define TOPKEF_TOGETHER (8 * SHARD_BLOCK)
+#endif
+constexpr int64_t TOGETHER = TOPKEF_TOGETHER;  // elements of shards encoded in one pass
+constexpr int64_t TILE = 4096;           // elements summed at a time, within the first-level cache
+constexpr int64_t HEAD = 9, EACH = 10;    // numbers in a recipe for the bucket, and for each tensor
 
 struct Task {
   int64_t tensor, part, parts;
@@ -340,42 +310,22 @@ int64_t entries_before(const Rows &rows, int64_t rank, int64_t from) {
   return low;
 }
 
-/* Sum and deliver a stretch of one tensor, tile by tile. */
-constexpr int64_t ASKED = 16;  // distance of prefetches, in elements
-
-template <class R>
-void place(const R *values, const int64_t *index, R *out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (i + ASKED < count) __builtin_prefetch(out + index[i + ASKED], 1);
-    store(out, index[i], load(values, i));
-  }
+void fill_with_nan(void *total, int64_t count, int64_t width) {
+  constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+  if (width == 8)
+    std::fill_n(static_cast<double *>(total), count, nan);
+  else
+    std::fill_n(static_cast<float *>(total), count, (float)nan);
 }
 
-/* Fill an array with zeros, which do not stay in caches if it is large. */
-void clear(uint8_t *out, int64_t bytes, int threads) {
-  const Passes *passes = fastest_passes();
-  static const double zeros[TILE] = {};
-  constexpr int64_t SOME = CHUNK * (int64_t)sizeof(double), AT_ONCE = (int64_t)sizeof zeros;
-  parallel((bytes + SOME - 1) / SOME, threads, [&](int64_t i) {
-    const int64_t to = std::min(bytes, (i + 1) * SOME);
-    for (int64_t at = i * SOME; at < to; at += AT_ONCE) {
-      const int64_t n = std::min(AT_ONCE, to - at);
-      if (bytes >= CACHED * (int64_t)sizeof(float))
-        passes->stream(zeros, out + at, n / (int64_t)sizeof(float));
-      else
-        std::memset(out + at, 0, (size_t)n);
-    }
-    passes->fence();
-  });
-}
-
+/* Sum and deliver a stretch of one tensor, tile by tile; all NaN if it is flagged. */
 void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices &indices,
-                  int64_t ranks, double scale, void *gradient) {
+                  int64_t ranks, double scale, bool is_flagged, void *gradient) {
   const TensorRecipe &tensor = bucket.tensors[(size_t)chunk.tensor];
   static thread_local std::vector<int64_t> read;
   read.assign((size_t)ranks, 0);
   const Rows rows = indices.rows(chunk.tensor, read.data());
-  if (!tensor.sends_all() && chunk.from > 0)
+  if (!is_flagged && !tensor.sends_all() && chunk.from > 0)
     for (int64_t rank = 0; rank < ranks; ++rank)
       read[(size_t)rank] = entries_before(rows, rank, chunk.from);
   auto sum = (tensor.sends_all() ? bucket.passes->add
@@ -385,43 +335,17 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices
   std::memset(total, 0, (size_t)(TILE * bucket.recipe.residual_bytes));  // `deliver` leaves zeros
   for (int64_t at = chunk.from; at < chunk.to; at += TILE) {
     int64_t count = std::min(TILE, chunk.to - at);
-    sum(total, at, count, &rows);
+    if (is_flagged)
+      fill_with_nan(total, count, bucket.recipe.residual_bytes);
+    else
+      sum(total, at, count, &rows);
     const ShardLayout layout = bucket.recipe.shard_layout(tensor);
     for (int64_t run = layout.parts > 1 ? SHARD_BLOCK : count, i = 0; i < count; i += run)
-      bucket.passes->deliver[tensor.dtype](
-          reinterpret_cast<uint8_t *>(total) + i * bucket.recipe.residual_bytes, scale,
-          static_cast<uint8_t *>(gradient) + layout.natural(at + i) * width, std::min(run, count - i));
+      bucket.passes->deliver[tensor.dtype](element(total, i, bucket.recipe.residual_bytes), scale,
+                                           element(gradient, layout.natural(at + i), width),
+                                           std::min(run, count - i));
   }
   bucket.passes->fence();
-}
-
-template <class R>
-void take(const R *values, const int64_t *index, R *out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (i + ASKED < count) __builtin_prefetch(values + index[i + ASKED]);
-    store(out, i, load(values, index[i]));
-  }
-}
-
-template <class R>
-void subtract_at(R *out, const int64_t *index, const R *values, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (i + ASKED < count) __builtin_prefetch(out + index[i + ASKED], 1);
-    store(out, index[i], load(out, index[i]) - load(values, i));
-  }
-}
-
-void poison(const topkef_bucket &bucket, const Chunk &chunk, void *gradient) {
-  const TensorRecipe &tensor = bucket.tensors[(size_t)chunk.tensor];
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  const ShardLayout layout = bucket.recipe.shard_layout(tensor);
-  for (int64_t j = chunk.from; j < chunk.to; ++j)
-    switch (int64_t i = layout.natural(j); tensor.dtype) {
-      case FLOAT16: store(static_cast<Half *>(gradient), i, narrow<Half>(nan)); break;
-      case BFLOAT16: store(static_cast<Brain *>(gradient), i, narrow<Brain>(nan)); break;
-      case FLOAT32: store(static_cast<float *>(gradient), i, (float)nan); break;
-      default: store(static_cast<double *>(gradient), i, nan);
-    }
 }
 
 }  // namespace
@@ -481,7 +405,6 @@ void topkef_encode_shards(topkef_bucket *const *shards, int64_t count, const voi
     group.begin(parts);
   }
   parallel((int64_t)tasks.size(), threads, [&](int64_t i) {
-    KeepDenormals keep;
     auto [t, part, parts] = tasks[(size_t)i];
     const Group &group = groups[(size_t)t];
     if (parts == 1) {
@@ -491,7 +414,6 @@ void topkef_encode_shards(topkef_bucket *const *shards, int64_t count, const voi
     }
   });
   parallel((int64_t)split.size(), threads, [&](int64_t i) {
-    KeepDenormals keep;
     groups[(size_t)split[(size_t)i]].finish();
   });
   for (int64_t s = 0; s < count; ++s) write_flags(*shards[s], payloads[s]);
@@ -507,260 +429,9 @@ int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered, int6
     for (int64_t at = 0; at < bucket->tensors[(size_t)t].numel; at += CHUNK)
       chunks.push_back({t, at, std::min(at + CHUNK, bucket->tensors[(size_t)t].numel)});
   parallel((int64_t)chunks.size(), threads, [&](int64_t i) {
-    KeepDenormals keep;
     const Chunk &chunk = chunks[(size_t)i];
     void *gradient = gradients[bucket->tensors[(size_t)chunk.tensor].gradient];
-    if (flags[chunk.tensor])
-      poison(*bucket, chunk, gradient);
-    else
-      decode_chunk(*bucket, chunk, indices, ranks, scale, gradient);
+    decode_chunk(*bucket, chunk, indices, ranks, scale, flags[chunk.tensor] != 0, gradient);
   });
   return -1;
-}
-
-int topkef_compensate(const void *residual, const void *gradient, void *out, int64_t count, int width,
-                      int dtype, int threads) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  auto e = static_cast<const uint8_t *>(residual), g = static_cast<const uint8_t *>(gradient);
-  auto to = static_cast<uint8_t *>(out);
-  std::atomic<bool> finite{true};
-  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
-    KeepDenormals keep;
-    const int64_t at = i * CHUNK, n = std::min(CHUNK, count - at);
-    if (!passes->compensate[dtype](e + at * width, g + at * dtype_bytes(dtype), to + at * width, n,
-                                   count >= CACHED))
-      finite = false;
-    passes->fence();
-  });
-  return finite;
-}
-
-void topkef_take(const void *values, const int64_t *index, void *out, int64_t count, int width) {
-  if (width == 8)
-    take(static_cast<const double *>(values), index, static_cast<double *>(out), count);
-  else
-    take(static_cast<const float *>(values), index, static_cast<float *>(out), count);
-}
-
-void topkef_subtract_at(void *out, const int64_t *index, const void *values, int64_t count, int width) {
-  KeepDenormals keep;
-  if (width == 8)
-    subtract_at(static_cast<double *>(out), index, static_cast<const double *>(values), count);
-  else
-    subtract_at(static_cast<float *>(out), index, static_cast<const float *>(values), count);
-}
-
-void topkef_place(const void *values, const int64_t *index, int64_t k, void *out, int64_t count, int width,
-                  int threads) {
-  clear(static_cast<uint8_t *>(out), count * width, threads);
-  if (width == 8)
-    place(static_cast<const double *>(values), index, static_cast<double *>(out), k);
-  else
-    place(static_cast<const float *>(values), index, static_cast<float *>(out), k);
-}
-
-void topkef_random_index(const int64_t *key, int64_t numel, int64_t k, int64_t *out) {
-  constexpr int64_t SOME = 256;  // blocks of random numbers
-  const Passes *passes = fastest_passes();
-  const Key stream{{(uint32_t)key[0], (uint32_t)key[1]}, key[2]};
-  const int64_t least = numel / k, rest = numel % k;
-  uint32_t words[4 * SOME];
-  int64_t begin = 0, over = 0;  // i * numel / k, and the remainder
-  for (int64_t at = 0; at < k; at += 4 * SOME) {
-    const int64_t n = std::min(4 * SOME, k - at);
-    passes->random(stream, (uint32_t)(at / 4), (n + 3) / 4, words);
-    for (int64_t i = 0; i < n; ++i) {
-      over += rest;
-      const int64_t more = over >= k, length = least + more;
-      over -= more * k;
-      out[at + i] = begin + ((int64_t)(words[i] >> 1) * length >> 31);
-      begin += length;
-    }
-  }
-}
-
-void topkef_moments(const void *values, int64_t count, int width, int threads, double *out) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  constexpr int64_t MEASURED = 512 * FOLDED;  // elements of a task: tiles by a power of two
-  std::vector<Measured> found((size_t)((count + MEASURED - 1) / MEASURED));
-  parallel((int64_t)found.size(), threads, [&](int64_t i) {
-    KeepDenormals keep;
-    Pairs pairs;
-    for (int64_t at = i * MEASURED; at < std::min(count, (i + 1) * MEASURED); at += FOLDED) {
-      Measured tile;
-      passes->measure[TERNARY](static_cast<const uint8_t *>(values) + at * width,
-                               std::min(FOLDED, count - at), {}, &tile);
-      pairs.add(tile);
-    }
-    found[(size_t)i] = pairs.all();
-  });
-  Pairs pairs;
-  for (const Measured &each : found) pairs.add(each);
-  const Measured all = pairs.all();
-  out[0] = all.high;
-  out[1] = all.below;
-  out[2] = all.above;
-}
-
-void topkef_pack_ternary(const void *values, int64_t count, int width, float limit, float scale,
-                         const int64_t *key, uint8_t *out, int threads) {
-  constexpr int64_t SPAN = 640, SPANS = 512;  // whole bytes and draws; few, so that memory is read steadily
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  Format format{count, 0, false, true, false, {{(uint32_t)key[0], (uint32_t)key[1]}, key[2]}};
-  Measured agreed;
-  agreed.low = limit;
-  agreed.high = scale;
-  parallel((count + SPANS * SPAN - 1) / (SPANS * SPAN), threads, [&](int64_t i) {
-    KeepDenormals keep;
-    const int64_t to = std::min(count, (i + 1) * SPANS * SPAN);
-    for (int64_t at = i * SPANS * SPAN; at < to; at += SPAN)
-      passes->write_tile[TERNARY](static_cast<const uint8_t *>(values) + at * width,
-                                  {at, std::min(SPAN, to - at), count}, agreed, out, nullptr, format);
-  });
-}
-
-void topkef_pack_values(const void *values, int64_t count, int kind, int is_stable, uint8_t *out, int width,
-                        int threads) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  Format format;
-  format.is_stable = is_stable;
-  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
-    KeepDenormals keep;
-    alignas(64) double errors[PACE];
-    for (int64_t at = i * CHUNK, to = std::min(count, at + CHUNK); at < to; at += PACE)
-      passes->pack[kind](static_cast<const uint8_t *>(values) + at * width,
-                         {at, std::min(PACE, to - at), count}, out, errors, format);
-  });
-}
-
-void topkef_unpack_values(const uint8_t *data, int64_t count, int kind, void *out, int width, int threads) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
-    KeepDenormals keep;
-    const int64_t at = i * CHUNK;
-    passes->unpack[kind](data, {at, std::min(CHUNK, count - at), count}, static_cast<uint8_t *>(out) + at * width);
-  });
-}
-
-void topkef_random_bits(const int64_t *key, int64_t count, int bits, int64_t *out) {
-  constexpr int64_t SOME = 256;  // blocks of random numbers
-  const Passes *passes = fastest_passes();
-  const Key stream{{(uint32_t)key[0], (uint32_t)key[1]}, key[2]};
-  uint32_t words[4 * SOME];
-  for (int64_t at = 0; at < count; at += 4 * SOME) {
-    const int64_t n = std::min(4 * SOME, count - at);
-    passes->random(stream, (uint32_t)(at / 4), (n + 3) / 4, words);
-    for (int64_t i = 0; i < n; ++i) out[at + i] = words[i] >> (32 - bits);
-  }
-}
-
-/* Calls `pass` with each chunk of `count` elements: its first byte, if all arrays have elements of `width`
- * bytes, and its number of elements. */
-template <class Pass>
-static void in_chunks(int64_t count, int width, int threads, Pass pass) {
-  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
-    KeepDenormals keep;
-    pass(i * CHUNK * width, std::min(CHUNK, count - i * CHUNK));
-  });
-}
-
-void topkef_update_velocity(const void *velocity, double factor, const void *gradient, void *out,
-                       int64_t count, int width, int threads) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  auto u = static_cast<const uint8_t *>(velocity), g = static_cast<const uint8_t *>(gradient);
-  auto to = static_cast<uint8_t *>(out);
-  in_chunks(count, width, threads, [&](int64_t at, int64_t n) {
-    passes->update_velocity(u + at, factor, g + at, to + at, n, count >= CACHED);
-    passes->fence();
-  });
-}
-
-/* Calls `pass` with each block of a sample, and adds up the LANES sums of both classes: a number a tensor for each
- * class. `places` has six numbers a tensor, as in `topkef_lost`. */
-template <class Pass>
-static void in_samples(const int64_t *places, int64_t count, int threads, int classes, double *out, Pass pass) {
-  parallel(count, threads, [&](int64_t i) {
-    KeepDenormals keep;
-    const int64_t *place = places + 6 * i, numel = place[2];
-    double sums[2 * LANES] = {};
-    for (int64_t block = 0;; block += place[5]) {
-      const int64_t whole = (place[4] + block * place[3]) * SHARD_BLOCK;
-      if (whole >= numel) break;
-      pass(i, place, whole, block * SHARD_BLOCK, std::min(SHARD_BLOCK, numel - whole), sums);
-    }
-    for (int of = 0; of < classes; ++of)
-      out[of * count + i] = std::accumulate(sums + of * LANES, sums + (of + 1) * LANES, 0.0);
-  });
-}
-
-void topkef_lost(const void *const *gradients, const void *before, const double *scales, const void *after,
-                 const uint8_t *arrivals, const int64_t *places, int64_t count, int width, int threads,
-                 double *out) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  auto e = static_cast<const uint8_t *>(before), rest = static_cast<const uint8_t *>(after);
-  in_samples(places, count, threads, 2, out,
-             [&](int64_t i, const int64_t *place, int64_t whole, int64_t own, int64_t n, double *sums) {
-               const int64_t kept = (place[0] + own) * width;
-               passes->lose(static_cast<const uint8_t *>(gradients[i]) + whole * width, e + kept,
-                            scales ? scales[i] : 1.0, rest + kept, arrivals + place[1] + whole, n, sums);
-             });
-}
-
-void topkef_energies(const void *const *arrays, const uint8_t *arrivals, const int64_t *places, int64_t count,
-                     int width, int threads, double *out) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  in_samples(places, count, threads, arrivals ? 2 : 1, out,
-             [&](int64_t i, const int64_t *place, int64_t whole, int64_t, int64_t n, double *sums) {
-               passes->square(static_cast<const uint8_t *>(arrays[i]) + whole * width,
-                              arrivals ? arrivals + place[1] + whole : nullptr, n, sums);
-             });
-}
-
-/* Copies what an update writes, of `n` elements from number `at` on. */
-static void copy_state(const topkef_update &from, const topkef_update &to, int64_t at, int64_t n, int width) {
-  void *const before[] = {from.weight, from.momentum, from.square, from.largest};
-  void *const after[] = {to.weight, to.momentum, to.square, to.largest};
-  for (int i = 0; i < 4; ++i)
-    if (after[i])
-      std::memcpy(static_cast<uint8_t *>(after[i]) + at * width, static_cast<uint8_t *>(before[i]) + at * width,
-                  (size_t)(n * width));
-  std::memcpy(to.arrivals + at, from.arrivals + at, (size_t)n);
-}
-
-void topkef_update_all(const topkef_update *updates, const topkef_update *from, int64_t count, int width,
-                       int threads) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  std::vector<std::pair<int64_t, int64_t>> chunks;  // a tensor, and its first element
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t at = 0; at < updates[i].count; at += CHUNK) chunks.emplace_back(i, at);
-  parallel((int64_t)chunks.size(), threads, [&](int64_t i) {
-    KeepDenormals keep;
-    const auto [of, at] = chunks[(size_t)i];
-    const topkef_update &each = updates[of];
-    const Update update = each.square ? passes->update_adam : passes->update_sgd;
-    const int64_t n = std::min<int64_t>(CHUNK, each.count - at);
-    if (from) copy_state(from[of], each, at, n, width);  // to the cache
-    update(each, at, n);
-  });
-}
-
-void topkef_product(const void *left, const void *right, int64_t m, int64_t k, int64_t n, double scale,
-                    int subtracts, void *out, int width, int threads) {
-  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  auto p = static_cast<const uint8_t *>(left), q = static_cast<const uint8_t *>(right);
-  auto to = static_cast<uint8_t *>(out);
-  const int64_t rows = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, n));
-  const int64_t columns = std::max<int64_t>(64, TILE / k / 64 * 64);  // what stays in the cache of `right`
-  parallel((m + rows - 1) / rows, threads, [&](int64_t i) {
-    KeepDenormals keep;
-    const int64_t first = i * rows, count = std::min(rows, m - first);
-    for (int64_t at = 0; at < n; at += columns)
-      passes->product(p + first * k * width, q + at * width, count, k, std::min(columns, n - at), n,
-                      scale, subtracts != 0, to + (first * n + at) * width);
-  });
-}
-
-void topkef_orthonormal(void *rows, int64_t count, int64_t length, int width) {
-  KeepDenormals keep;
-  (width == 8 ? double_passes() : fastest_passes())->orthonormalise(rows, count, length);
 }

@@ -6,15 +6,15 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "blocks.h"
-#include "matrices.h"
+#include "baselines/blocks.h"
+#include "baselines/matrices.h"
 #include "codes.h"
 #include "float_formats.h"
-#include "index_coding.h"
+#include "topk/index_coding.h"
 #include "passes.h"
-#include "select_k.h"
+#include "topk/select_k.h"
 #include "tile.h"
-#include "updates.h"
+#include "updates/updates.h"
 
 namespace {
 

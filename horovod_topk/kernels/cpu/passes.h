@@ -42,6 +42,9 @@ struct Key {
   int64_t committed;  // number of committed steps
 };
 
+/* A key from its three numbers in the C interface. */
+inline Key key_of(const int64_t *numbers) { return {{(uint32_t)numbers[0], (uint32_t)numbers[1]}, numbers[2]}; }
+
 /* The facts about a tensor that a coder needs. */
 struct Format {
   int64_t block = 0, bits = 0;  // elements of a block, bits of a code
@@ -312,6 +315,25 @@ const Passes *avx512_passes();  // the same
 
 /* Residuals and gradients of 8 bytes. */
 const Passes *double_passes();
+
+/* Those of the fastest instruction set that this processor has, and HOROVOD_TOPK_ISA allows. */
+const Passes *fastest_passes();
+
+/* Those for elements of 4 or 8 bytes. */
+inline const Passes *passes_of(int64_t width) { return width == 8 ? double_passes() : fastest_passes(); }
+
+/* The address of element `at` of an array with elements of `width` bytes. */
+inline const void *element(const void *array, int64_t at, int64_t width) {
+  return static_cast<const uint8_t *>(array) + at * width;
+}
+inline void *element(void *array, int64_t at, int64_t width) {
+  return static_cast<uint8_t *>(array) + at * width;
+}
+
+inline int64_t dtype_bytes(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
+
+/* Elements that stay cached until they are read next. */
+constexpr int64_t CACHED = 1 << 18;
 
 }  // namespace topkef
 

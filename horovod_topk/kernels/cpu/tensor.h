@@ -9,8 +9,6 @@
 
 namespace topkef {
 
-inline int64_t dtype_bytes(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
-
 struct TensorRecipe {
   int64_t numel, k, start, index, value_at, index_at, dtype, first, gradient, block;
 
@@ -54,6 +52,13 @@ class Encoder {
 
 std::unique_ptr<Encoder> make_encoder(const BucketRecipe &bucket, const TensorRecipe &tensor,
                                         const Passes *passes);
+
+std::unique_ptr<Encoder> make_topk(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes);
+
+/* The begin of a stretch, in a tensor that is divided into `count` at multiples of `unit`. */
+inline int64_t beginning(int64_t numel, int64_t stretch, int64_t count, int64_t unit = PACE) {
+  return stretch == count ? numel : numel / count * stretch / unit * unit;
+}
 
 /* Bytes of a tensor's values and of its indices. */
 int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor);

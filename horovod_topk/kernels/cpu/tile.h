@@ -12,7 +12,7 @@
 
 #include "float_formats.h"
 #include "passes.h"
-#include "weights.h"
+#include "topk/weights.h"
 
 namespace {
 

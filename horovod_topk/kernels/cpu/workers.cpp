@@ -42,6 +42,7 @@ class Pool {
   }
 
   void work(const std::function<void(int64_t)> &task, int64_t count) {
+    KeepDenormals keep;
     for (int64_t i; (i = next_.fetch_add(1)) < count;) task(i);
   }
 
@@ -99,6 +100,7 @@ void parallel(int64_t count, int threads, const std::function<void(int64_t)> &ta
     taken.store(false);
     return;
   }
+  KeepDenormals keep;
   for (int64_t i = 0; i < count; ++i) task(i);
 }
 

@@ -1,12 +1,12 @@
 """Kernels for GPUs in Triton: a bucket is encoded in a few launches and decoded in one.
 
-An encode has four passes, a file each: `stream` adds gradients to residuals, `narrow` brackets each
-tensor's threshold, `scatter` finds it and writes indices, and `pack` encodes values. `weigh` comes
-first if entries are selected by Adam's mean squares. `gather` decodes. Results have the
-same bits as those of `horovod_topk.ops`, except the bits of NaNs. `lists` launches what adapts the
-optimizer's steps to the exchange.
+`topk/` has a bucket of Top-K. An encode has four passes, a file each: `stream` adds gradients to
+residuals, `narrow` brackets each tensor's threshold, `scatter` finds it and writes indices, and
+`pack` encodes values. `gather` decodes. Results have the same bits as those of `horovod_topk.ops`,
+except the bits of NaNs. `updates/` has lists of tensors: it adapts the optimizer's steps to the
+exchange.
 
-Importing this package imports neither Triton nor torch; `TritonBucket` is in `.bucket`.
+Importing this package imports neither Triton nor torch; `TritonBucket` is in `.topk.bucket`.
 
 Reference: Triton, https://triton-lang.org. TRITON_INTERPRET=1, set before Triton is imported, runs
 the same kernels on the CPU, slowly: for tests.
@@ -21,7 +21,7 @@ import os
 from collections.abc import Sequence
 from types import ModuleType
 
-from horovod_topk.kernels.triton.tables import AS_IS, FLOAT32, HEAD, PACKED, SHARE, SIGN
+from horovod_topk.kernels.triton.topk.tables import AS_IS, FLOAT32, HEAD, PACKED, SHARE, SIGN
 
 OLDEST = 3, 6  # the oldest Triton that compiles the kernels, and launches them as `launching` does
 _FLOAT64 = 8  # bytes
@@ -54,7 +54,7 @@ def for_lists(kind: str) -> ModuleType | None:
     """The module of kernels for lists of tensors on a kind of device; None if it has none."""
     if kind != "cuda" or unavailable(kind) is not None:
         return None
-    return importlib.import_module("horovod_topk.kernels.triton.lists")
+    return importlib.import_module("horovod_topk.kernels.triton.updates.lists")
 
 
 def version() -> str:

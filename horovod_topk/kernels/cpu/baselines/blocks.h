@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "coders.h"
+#include "baselines/coders.h"
 #include "tile.h"
 
 namespace {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton.formats import (
+from horovod_topk.kernels.triton.topk.formats import (
     BFLOAT16,
     INT4,
     INT8,
@@ -20,7 +20,7 @@ from horovod_topk.kernels.triton.formats import (
     pack_multiples,
     words_at,
 )
-from horovod_topk.kernels.triton.numbers import (
+from horovod_topk.kernels.triton.topk.numbers import (
     INDEX_AT,
     PARCEL0,
     START,

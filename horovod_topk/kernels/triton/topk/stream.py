@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton.numbers import (
+from horovod_topk.kernels.triton.topk.numbers import (
     ABOVE,
     BIN_BITS,
     BINS,
@@ -33,7 +33,7 @@ from horovod_topk.kernels.triton.numbers import (
     magnitude,
     number,
 )
-from horovod_topk.kernels.triton.weigh import weighted
+from horovod_topk.kernels.triton.topk.weigh import weighted
 
 
 @triton.jit

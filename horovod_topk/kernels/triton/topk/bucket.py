@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.kernels.triton.gather import gather
 from horovod_topk.kernels.triton.launching import FOUR_WARPS, SIXTEEN_WARPS, launch, on
 from horovod_topk.kernels.triton.memory import (
     Addresses,
@@ -19,13 +18,14 @@ from horovod_topk.kernels.triton.memory import (
     packed,
     scratch,
 )
-from horovod_topk.kernels.triton.narrow import COUNTS, narrow
-from horovod_topk.kernels.triton.numbers import BINS, NOWHERE, STATS
-from horovod_topk.kernels.triton.pack import pack
-from horovod_topk.kernels.triton.scatter import scatter
-from horovod_topk.kernels.triton.stream import stream
-from horovod_topk.kernels.triton.tables import Geometry, Tables, power_of_two
-from horovod_topk.kernels.triton.weigh import weigh
+from horovod_topk.kernels.triton.topk.gather import gather
+from horovod_topk.kernels.triton.topk.narrow import COUNTS, narrow
+from horovod_topk.kernels.triton.topk.numbers import BINS, NOWHERE, STATS
+from horovod_topk.kernels.triton.topk.pack import pack
+from horovod_topk.kernels.triton.topk.scatter import scatter
+from horovod_topk.kernels.triton.topk.stream import stream
+from horovod_topk.kernels.triton.topk.tables import Geometry, Tables, power_of_two
+from horovod_topk.kernels.triton.topk.weigh import weigh
 
 _ENTRY_LANES = 128  # entries of one rank added at once
 

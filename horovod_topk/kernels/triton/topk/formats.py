@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton import tables
-from horovod_topk.kernels.triton.numbers import INFINITY, magnitude
+from horovod_topk.kernels.triton.topk import tables
+from horovod_topk.kernels.triton.topk.numbers import INFINITY, magnitude
 from horovod_topk.ops import coding
 
 FLOAT32, FLOAT16 = tl.constexpr(tables.FLOAT32), tl.constexpr(tables.FLOAT16)

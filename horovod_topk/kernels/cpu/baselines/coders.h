@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "bits.h"
+#include "baselines/bits.h"
 #include "codes.h"
 #include "float_formats.h"
 #include "passes.h"

@@ -14,7 +14,7 @@ from horovod_topk.ops import coding
 BLOCK = tl.constexpr(2048)  # elements of one program, which are of one tensor
 COLUMNS = tl.constexpr(2)  # of a list's table: a tensor's elements, its first block
 ROW = tl.constexpr(9)  # of an update's table: see `adam`
-NUMBERS = tl.constexpr(13)  # of a set: see `horovod_topk.kernels.triton.lists.update`
+NUMBERS = tl.constexpr(13)  # of a set: see `horovod_topk.kernels.triton.updates.lists.update`
 CODES = tl.constexpr(coding.ALWAYS + 1)  # number of codes
 SHARE = tl.constexpr(1.0 / coding.ALWAYS)  # phi^(1/4) of the code 1
 OFTEN = tl.constexpr(coding.OFTEN)

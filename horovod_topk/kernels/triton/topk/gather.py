@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton.formats import bfloat16_bits, halves_at, value_at, words_at
-from horovod_topk.kernels.triton.numbers import (
+from horovod_topk.kernels.triton.topk.formats import bfloat16_bits, halves_at, value_at, words_at
+from horovod_topk.kernels.triton.topk.numbers import (
     DTYPE,
     INDEX_AT,
     NUMEL,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton.numbers import INFINITY, NUMEL, number
+from horovod_topk.kernels.triton.topk.numbers import INFINITY, NUMEL, number
 
 TOP_WEIGHT = tl.constexpr(0x3F800000 // 4 * 5)  # 5/4 of the bits of 1
 MANTISSA = tl.constexpr(23)  # its bits

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton import tables
+from horovod_topk.kernels.triton.topk import tables
 
 COLUMNS = tl.constexpr(len(tables.COLUMNS))
 NUMEL = tl.constexpr(tables.COLUMNS.index("numel"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton.elements import pointers, quotient
+from horovod_topk.kernels.triton.updates.elements import pointers, quotient
 from horovod_topk.ops import coding
 
 BLOCK = tl.constexpr(coding.SHARD_BLOCK)

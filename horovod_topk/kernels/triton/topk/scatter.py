@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton.narrow import BETWEEN, BOTTOM, COUNTS, TOP
-from horovod_topk.kernels.triton.numbers import (
+from horovod_topk.kernels.triton.topk.narrow import BETWEEN, BOTTOM, COUNTS, TOP
+from horovod_topk.kernels.triton.topk.numbers import (
     ABOVE,
     BRACKET,
     CARRIED,

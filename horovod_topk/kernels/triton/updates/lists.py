@@ -13,9 +13,9 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from horovod_topk.kernels.triton import elements, samples
 from horovod_topk.kernels.triton.launching import EIGHT_WARPS, SIXTEEN_WARPS, launch, on
 from horovod_topk.kernels.triton.memory import Addresses, current_stream, note_writing, packed
+from horovod_topk.kernels.triton.updates import elements, samples
 from horovod_topk.ops.protocol import Place
 
 BLOCK, NUMBERS, SMALL = int(elements.BLOCK), int(elements.NUMBERS), int(samples.SMALL)

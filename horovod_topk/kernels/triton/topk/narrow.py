@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton.brackets import bracket
-from horovod_topk.kernels.triton.numbers import (
+from horovod_topk.kernels.triton.topk.brackets import bracket
+from horovod_topk.kernels.triton.topk.numbers import (
     ABOVE,
     CHUNK0,
     CHUNKS,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton.numbers import (
+from horovod_topk.kernels.triton.topk.numbers import (
     ABOVE,
     BIN,
     BIN_BITS,
