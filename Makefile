@@ -61,55 +61,55 @@ check: setup ## ruff (lint, format) and mypy
 
 accuracy: setup ## make the published accuracy tables anew (hours)
 	$(COMPARE) scripts/study/accuracy.toml --out docs/results/accuracy.jsonl $(ARGS)
-	"$(VENV)/bin/python" scripts/study_page.py accuracy
+	"$(VENV)/bin/python" scripts/page.py accuracy
 
 frontier: setup ## quality against bytes, for every format and exchange, on simulated ranks (hours)
 	$(COMPARE) scripts/study/frontier.toml --out docs/results/frontier.jsonl $(ARGS)
-	"$(VENV)/bin/python" scripts/study_page.py frontier
+	"$(VENV)/bin/python" scripts/page.py frontier
 
 default: setup ## the default beside dense over models and training loops, simulated ranks (hours)
 	$(COMPARE) scripts/study/default.toml --out docs/results/default.jsonl $(ARGS)
-	"$(VENV)/bin/python" scripts/study_page.py default
+	"$(VENV)/bin/python" scripts/page.py default
 
 methods: setup ## every method beside dense at about 16 and 64 times fewer bytes, simulated ranks (hours)
 	$(COMPARE) scripts/study/methods.toml --out docs/results/methods.jsonl $(ARGS)
-	"$(VENV)/bin/python" scripts/study_page.py methods
+	"$(VENV)/bin/python" scripts/page.py methods
 
 residuals: setup ## norms of residuals beside the bounds of theory, into docs/residuals.md (minutes)
-	"$(VENV)/bin/python" scripts/residuals.py $(ARGS)
+	"$(VENV)/bin/python" scripts/bench.py residuals $(ARGS)
 
 practice: setup ## clipping, loss scaling, momentum, restarts on real data, beside dense (an hour)
 	$(COMPARE) scripts/study/practice.toml --out docs/results/practice.jsonl $(ARGS)
-	"$(VENV)/bin/python" scripts/study_page.py practice
+	"$(VENV)/bin/python" scripts/page.py practice
 
 crashes: setup ## kill a hundred ranks of elastic jobs, and account for what is lost (a quarter of an hour)
-	"$(VENV)/bin/python" scripts/crashes.py $(ARGS)
+	"$(VENV)/bin/python" scripts/bench.py crashes $(ARGS)
 
 docs: setup ## print anew what pages show of plan, bytes, compare and formulas (seconds; a test compares)
 	"$(VENV)/bin/python" scripts/printed.py $(ARGS)
 
 bench: setup ## time compression of a ResNet-50's gradients, PyTorch against TensorFlow
-	"$(VENV)/bin/python" scripts/bench.py $(ARGS)
+	"$(VENV)/bin/python" scripts/bench.py steps $(ARGS)
 
 bench-kernels: setup ## time selection against r += g and torch.topk; tables and a picture (minutes)
-	"$(VENV)/bin/python" scripts/bench_kernels.py $(ARGS)
+	"$(VENV)/bin/python" scripts/bench.py kernels $(ARGS)
 
 # .venv has a PyTorch without CUDA: `make bench-gpu PYTHON=...` names one that can use the GPU.
 bench-gpu: ## time the Triton kernels and whole steps on a GPU (needs a GPU; two minutes)
-	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench_gpu.py $(ARGS)
-	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench_gpu_step.py $(ARGS)
+	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench.py gpu $(ARGS)
+	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench.py gpu_steps $(ARGS)
 
 bench-network: setup ## time a step against bandwidth, beside Horovod and torch DDP (root; half an hour)
-	"$(VENV)/bin/python" scripts/bench_network.py $(ARGS)
+	"$(VENV)/bin/python" scripts/bench.py network $(ARGS)
 
 plan-grid: setup ## what `horovod-topk plan` says, against measured steps (root; an hour and a half)
-	"$(VENV)/bin/python" scripts/plan_grid.py $(ARGS)
+	"$(VENV)/bin/python" scripts/bench.py plan $(ARGS)
 
 bench-trouble: setup ## a slow rank and lost packets, dense beside TopKEF (root; a quarter of an hour)
-	"$(VENV)/bin/python" scripts/bench_trouble.py $(ARGS)
+	"$(VENV)/bin/python" scripts/bench.py trouble $(ARGS)
 
 bench-wire: setup ## count the bytes that leave a host's network card, 2 to 8 hosts (root; half an hour)
-	"$(VENV)/bin/python" scripts/bench_wire.py $(ARGS)
+	"$(VENV)/bin/python" scripts/bench.py wire $(ARGS)
 
 fuzz: setup ## encode and decode arbitrary buckets under AddressSanitizer and UBSan
 	"$(VENV)/bin/python" scripts/fuzz.py $(ARGS)

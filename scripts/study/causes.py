@@ -12,7 +12,7 @@ import math
 import statistics
 from typing import Any
 
-from study.markdown import table
+from pages.markdown import table
 from study.matrix import losses
 from study.results import DENSE, RESULTS, Study
 

@@ -1,19 +1,19 @@
-"""Table of each method's time, as `bench_methods.py` and `bench_network.py` have measured it."""
+"""Table of each method's time, as `benchmarks.methods` and `network` have measured it."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from benchmarks.network import QUANTISED, SPARSE
 from horovod_topk.cli.bench.figures import figures
 from horovod_topk.core.run.substitute import Substitute, parse
 from horovod_topk.errors import TopKError
-from network.runs import QUANTISED, SPARSE
-from study.markdown import table
+from pages.markdown import table
 from study.results import RESULTS, Study
 
 ENCODE, NETWORK = RESULTS / "encode.json", RESULTS / "network.json"
-RUNS = {"sparse": SPARSE, "quantised": QUANTISED}  # runs of `bench_network.py`, at each rate
+RUNS = {"sparse": SPARSE, "quantised": QUANTISED}  # runs of `benchmarks.network`, at each rate
 LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 
 

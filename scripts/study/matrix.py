@@ -15,8 +15,8 @@ from horovod_topk.cli.compare.records import Store
 from horovod_topk.cli.compare.result import Found
 from horovod_topk.cli.compare.session import results
 from horovod_topk.core.run.substitute import parse
+from pages.markdown import rounded, spread, table
 from study import pictures
-from study.markdown import rounded, spread, table
 from study.results import DENSE, RESULTS, Row, Study, end, shown
 
 RATES = ("best", "half", "limit")  # in the order of a grid's learning rates

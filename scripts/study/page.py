@@ -1,25 +1,21 @@
-"""Pages of studies: Markdown templates, filled with figures and tables from docs/results.
+"""Figures of studies for their pages: tables, pictures and numbers from docs/results.
 
-    python scripts/study_page.py frontier
-
-A page's template is scripts/study/NAME.md, its settings are scripts/study/NAME.toml. In the
-template `{{...}}` is replaced, for example
-`{{difference | Byte GPT, SGD, equal shards | allgather int4 0.024}}`. It names one of the functions
-below, with its arguments after bars. Titles of cases may be patterns as of file names. Figures of
-another study have its name first: `{{unseen/brief | default}}`.
+A template of `pages` names one of the functions below, with its arguments after bars, for example
+`{{difference | Byte GPT, SGD, equal shards | allgather int4 0.024}}`. Titles of cases may be
+patterns as of file names. Figures of another study have its name first: `{{unseen/brief |
+default}}`. A study's settings are scripts/study/NAME.toml.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from horovod_topk.cli.compare.curves import steps_to
+from pages.markdown import spread, table
 from study import causes, expenses, matrix, pictures
-from study.markdown import filled, spread, table
 from study.results import DENSE, RESULTS, Row, Study, end, shown
 
 PLAIN = {
@@ -375,37 +371,24 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
 }
 
 
-def made(study: Study, text: str) -> str:
-    """Fill a page's template.
-
-    Raises:
-        ValueError: the template names a function that does not exist.
-    """
-
-    def put(found: re.Match[str]) -> str:
-        whole, *arguments = " ".join(found[1].split()).split(" | ")
-        other, _, name = whole.rpartition("/")
-        if name not in FUNCTIONS:
-            raise ValueError(f"{{{{{found[1]}}}}}: write one of {', '.join(FUNCTIONS)}")
-        return FUNCTIONS[name](Study(other) if other else study, *arguments)
-
-    blocks = (
-        filled(re.sub(r"\{\{(.*?)\}\}", put, block, flags=re.S))
-        if _is_prose(block)
-        else re.sub(r"\{\{(.*?)\}\}", put, block, flags=re.S)
-        for block in text.split("\n\n")
-    )
-    return "\n\n".join(blocks)
+read = Study
 
 
-def _is_prose(block: str) -> bool:
-    """Whether a block has figures inside sentences, so that its lines have to be wrapped again."""
-    return "{{" in block and not block.startswith("{{")
+class Figures(Mapping[str, Callable[..., str]]):
+    """The functions of a study by name, and those of other studies behind their names."""
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+
+    def __getitem__(self, name: str) -> Callable[..., str]:
+        other, _, function = name.rpartition("/")
+        return partial(FUNCTIONS[function], Study(other) if other else self._study)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FUNCTIONS)
+
+    def __len__(self) -> int:
+        return len(FUNCTIONS)
 
 
-def write(name: str) -> Path:
-    """Write a study's page."""
-    template = Path(__file__).with_name(f"{name}.md").read_text()
-    path = RESULTS.parent / f"{name}.md"
-    path.write_text(made(Study(name), template))
-    return path
+values = Figures

@@ -16,7 +16,7 @@ from horovod_topk.cli.compare.result import Found
 from horovod_topk.cli.compare.session import results
 from horovod_topk.cli.compare.settings import Settings, of_file
 from horovod_topk.core.run.substitute import Substitute, parse
-from study.markdown import spread, standard_error
+from pages.markdown import spread, standard_error
 
 RESULTS = launch.ROOT / "docs" / "results"
 DENSE = "dense"

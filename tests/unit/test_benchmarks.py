@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-import bench
-import bench_gpu
-import bench_gpu_step
-import bench_kernels
+pytest.importorskip("matplotlib")
+pytest.importorskip("horovod.torch")
+
+from matplotlib.figure import Figure
+
+import pages
+from benchmarks import gpu_steps, kernels, kernels_page, methods, residuals, steps
+from benchmarks.jobs import Jobs
+from benchmarks.residuals_watch import along, contraction, karimireddy, stich, worst_case
 from horovod_topk.core.plan.buckets import TensorSpec
 
 NUMEL = 5_000
 
 
-def test_kernels() -> None:
+def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     columns = ("plain", "topk", "exchange", "allowed", "memory", "allgather")
     found = {
-        "machine": bench_kernels.machine(),
+        "machine": kernels.machine(),
         "numel": NUMEL,
-        "encoding": bench_kernels.measure_encoding(NUMEL, 0.01, 3),
-        "decoding": {"packed": bench_kernels.measure_decoding(NUMEL, 0.01, 3, "packed")},
-        "coding": bench_kernels.measure_coding(NUMEL, 0.01, 3),
-        "shards": bench_kernels.measure_shards(NUMEL, 0.01, 3),
-        "momentum": bench_kernels.measure_momentum(NUMEL, 3),
+        "encoding": kernels.measure_encoding(NUMEL, 0.01, 3),
+        "decoding": {"packed": kernels.measure_decoding(NUMEL, 0.01, 3, "packed")},
+        "coding": kernels.measure_coding(NUMEL, 0.01, 3),
+        "shards": kernels.measure_shards(NUMEL, 0.01, 3),
+        "momentum": kernels.measure_momentum(NUMEL, 3),
         "exchange": {
             "exact": [dict.fromkeys(columns, 2.0) | {"share": x} for x in (0.5, 0.8, 1.1)]
         },
         "sizes": [
-            {"numel": NUMEL, "ratio": ratio, "ms": bench_kernels.measure_encoding(NUMEL, ratio, 3)}
-            for ratio in bench_kernels.RATIOS
+            {"numel": NUMEL, "ratio": ratio, "ms": kernels.measure_encoding(NUMEL, ratio, 3)}
+            for ratio in kernels.RATIOS
         ],
     }
-    page = bench_kernels.report(found)
+    page = pages.made("kernels", kernels_page.values(found))
     for row in (
         "r += g",
         "torch.topk",
@@ -46,16 +55,15 @@ def test_kernels() -> None:
         "| 0.80 | 0.50, 0.80, 1.10 |",
     ):
         assert row in page
-    if bench_kernels.available_isas():
+    if kernels.available_isas():
         assert "portable, sampled" in page
 
 
 def test_compression() -> None:
-    steps = bench.ways(
-        [TensorSpec("weight", (64, 80), "float32"), TensorSpec("bias", (64,), "float32")]
-    )
-    taken = bench.measure(steps, repeats=2)
-    page = bench.report(taken, repeats=2)
+    specs = [TensorSpec("weight", (64, 80), "float32"), TensorSpec("bias", (64,), "float32")]
+    taken = steps.measure(steps.ways(specs), repeats=2)
+    there = kernels.machine() | {"features": "some"}
+    page = pages.made("benchmarks", steps.values({"taken": taken, "machine": there}))
     assert "| TopKEF, AdamW | " in page
     assert "| dense, AdamW |  |  |  | " in page
     times = [ms for turns in taken.values() for each in turns for ms in each.values()]
@@ -63,21 +71,83 @@ def test_compression() -> None:
     assert all(ms > 0 for ms in times)
 
 
-def test_the_one_for_gpus_can_be_imported() -> None:
-    assert callable(bench_gpu.main)
+def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    assert methods.main(["--rows", "16", "--columns", "16", "--repeats", "1"]) == 0
+    rows = re.findall(r"^\| (.*?) \|", capsys.readouterr().out, re.M)
+    assert {*methods.CALLS, methods.FLOOR} < {*rows}
 
 
-def test_steps_on_a_gpu_here_on_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+SCRIPTS = Path(kernels.__file__).parents[1]
+
+
+@pytest.mark.parametrize("folder", ["", "benchmarks"])
+def test_every_script_can_be_imported(folder: str) -> None:
+    """Those that need a GPU, root or other programs too, as nothing else tests them."""
+    pytest.importorskip("triton")
+    names = [each.stem for each in (SCRIPTS / folder).glob("*.py") if each.stem != "__init__"]
+    program = "".join(f"import {folder}{'.' * bool(folder)}{name}\n" for name in sorted(names))
+    done = subprocess.run([sys.executable, "-c", program], cwd=SCRIPTS, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_jobs_asked_for_alone_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    named, measured = {"a": 1, "b": 2, "c": 3}, list[int]()
+
+    def measure(job: int, _: object) -> dict[str, int]:
+        measured.append(job)
+        return {"found": len(measured)}
+
+    jobs = Jobs("some", named, measure)
+    for words in ("b", "--missing", "b a"):
+        jobs.run(jobs.parser("a test").parse_args(words.split()))
+    assert measured == [2, 1, 3, 2, 1]
+    assert pages.json.loads(jobs.path.read_text()) == {
+        name: {"found": last} for name, last in (("a", 5), ("b", 4), ("c", 3))
+    }
+
+
+def test_steps_on_a_gpu_here_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     shapes = tmp_path / "shapes.json"
     shapes.write_text('{"weight": [64, 80], "bias": [64]}')
-    command = f"bench_gpu_step.py --device cpu --repeats 2 --only SGD --model {shapes}"
-    monkeypatch.setattr("sys.argv", command.split())
-    assert bench_gpu_step.main() == 0
+    command = f"--device cpu --repeats 2 --only SGD --model {shapes}"
+    assert gpu_steps.main(command.split()) == 0
     page = capsys.readouterr().out
     rows = re.findall(r"^\| (?!ms|---)(.*?) \|", page, re.M)
     floors = ["`r += g`", "copy of the gradients"]
     assert rows == [*floors, "dense, SGD", "TopKEF(), SGD", "float32, SGD"]
     assert "bit for bit: TopKEF(), SGD." in page
+
+
+# Norms of residuals
+
+
+def test_bounds_agree_with_each_other() -> None:
+    for delta in (0.001, 0.01, 0.5, 0.99):
+        assert worst_case(delta) <= karimireddy(delta) <= stich(delta)
+        *_, last = along(delta, [3.0] * 20_000)
+        assert last == pytest.approx(3 * worst_case(delta), rel=1e-4)
+
+
+def test_a_contraction_is_the_share_of_the_squares_that_is_gone() -> None:
+    assert contraction(5.0, 3.0) == pytest.approx(16 / 25)
+    assert contraction(0.0, 0.0) == 1.0
+
+
+@pytest.mark.parametrize("run", residuals.RUNS, ids=lambda run: run.name)
+def test_a_run_keeps_to_its_bound(run: residuals.Run) -> None:
+    found = residuals.train(run, steps=8)
+    assert len(found["ranks"]) == 4
+    for rank in found["ranks"]:
+        assert 0 < rank["largest_residual"] <= rank["largest_bound"]
+        assert residuals.RATIO <= rank["least_contraction"] <= 1
+        assert (rank["largest_owned"] > 0) == (run.exchange == "sharded")
+
+
+def test_without_data_the_residual_is_still_sent() -> None:
+    run = residuals.Run("idle", "", idle_every=5)
+    rank = residuals.train(run, steps=5)["ranks"][-1]
+    assert rank["gradient"] == [0.0]
+    assert rank["residual"][0] == rank["last_residual"] < rank["largest_residual"]
+    assert math.isfinite(rank["least_contraction"])

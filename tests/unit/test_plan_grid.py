@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import plan_grid
+import pages
+from benchmarks import plan, plan_page
+from benchmarks.plan import CELLS, DENSE, FITTED, GUESSED, NONE, STRATEGIES, Cell
+from benchmarks.plan_guesses import Row, guesses, machine_of, rows
 from horovod_topk.cli.plan.measure import gathered
 from horovod_topk.cost.collective_cost import ring_allreduce
 from horovod_topk.cost.machine import Kernels, Machine, Network
 from horovod_topk.cost.traffic import nodes_of
-from planning import agreement, report
-from planning.grid import CELLS, FITTED, GUESSED, Cell
-from planning.guesses import Row, guesses, machine_of, rows
-from planning.strategies import DENSE, NONE, STRATEGIES
-from runs import Runs
 
 CELL = Cell(2, "1gbit", "resnet18")
 NETWORK = Network(1e9, latency=2e-4, overhead=1.5e-3, goodput=0.9, copy=2e-10, add=3e-10)
@@ -98,20 +96,15 @@ def test_steps_as_planned_have_no_error_and_others_have(cell: Cell) -> None:
     assert twice[0].spread == pytest.approx(0.2)
 
 
-def test_nothing_is_guessed_before_constants_are_there() -> None:
-    lacking = {name: job for name, job in JOBS.items() if name != FITTED[0].name}
-    assert rows({**lacking, CELL.name: guessed(CELL)}) == []
-
-
 def test_a_percentile_is_one_of_what_was_measured() -> None:
     """Of six errors the fifth is exceeded by a sixth of all, which is more than a tenth."""
-    assert report.percentile([9, 10, 10, 16, 31, 69], 0.9) == 69
-    assert report.percentile(list(range(1, 11)), 0.9) == 9
-    assert report.percentile([5], 0.9) == 5
+    assert plan_page.percentile([9, 10, 10, 16, 31, 69], 0.9) == 69
+    assert plan_page.percentile(list(range(1, 11)), 0.9) == 9
+    assert plan_page.percentile([5], 0.9) == 5
 
 
 def test_a_verdict_is_whether_the_fastest_of_ours_beats_dense() -> None:
-    pays, wrong, noise = (agreement.verdicts(cell)[0] for cell in (PAYS, WRONG, NOISE))
+    pays, wrong, noise = (plan_page.verdicts(cell)[0] for cell in (PAYS, WRONG, NOISE))
     assert (pays.agrees, wrong.agrees, noise.agrees) == (True, False, False)
     assert (pays.clear, wrong.clear, noise.clear) == (True, True, False)
     assert (pays.planned_gain, pays.measured_gain) == (2.0, 2.0)
@@ -120,62 +113,45 @@ def test_a_verdict_is_whether_the_fastest_of_ours_beats_dense() -> None:
 
 
 def test_totals_count_cells_and_clear_ones() -> None:
-    text = agreement.totals([*PAYS, *NOISE]).replace("\n", " ")
-    assert "in 1 of 2 cells without overlap (50%" in text
-    assert 'A constant "compress" is right in 1.' in text
-    assert "tell dense and TopKEF apart in 1 cells; the verdict is right in 1 of these" in text
-    assert "by 150% in the worst" in agreement.noise([*PAYS, *NOISE])
+    found = plan_page.totals([*PAYS, *NOISE])
+    assert (found["agree"], found["cells"], found["share"]) == (1, 2, 0.5)
+    assert (found["clear"], found["right"]) == (1, 1)
+    assert found["constant"] == 'A constant "compress" is right in 1.'
+    assert "by 150% in the worst" in plan_page.noise([*PAYS, *NOISE])
 
 
 def test_a_grid_where_compression_always_pays_is_called_easy() -> None:
-    text = agreement.totals(PAYS).replace("\n", " ")
+    text = plan_page.totals(PAYS)["constant"].replace("\n", " ")
     assert "the smallest measured speed-up was 2.0" in text
     assert 'A constant "compress" scores the same' in text
 
 
-def test_a_page_of_some_cells_and_of_none(tmp_path: Path) -> None:
-    page = tmp_path / "plan-grid.md"
-    (tmp_path / "results").mkdir()
-    report.write({**JOBS, CELL.name: guessed(CELL)}, page)
-    text = page.read_text()
+def test_a_page_of_some_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_page, "RESULTS", tmp_path)
+    text = pages.made("plan-grid", plan_page.values({**JOBS, CELL.name: guessed(CELL)}))
     assert "4 of 39 cells, 2026-11-22." in text
     assert "goodput 90.0% of a link's rate, 0.200 ms a message, 1.50 ms a collective" in text
     assert text.count("| 2 | 1gbit | resnet18 |") == 1 + 3
     assert "| without overlap | all | 3 | 0% | 0% | 0% | 1.00 |" in text
     assert "| with overlap | all | 3 |" in text
     assert "| with overlap | all | 3 | 0% " not in text
-    assert (tmp_path / report.PICTURE).stat().st_size > 10_000
-    report.write({}, page)
-    assert page.read_text().count("Not measured yet.") == 2
-
-
-def test_cells_without_results_alone_are_measured(tmp_path: Path) -> None:
-    kept = Runs({"a": 1, "b": 2, "c": 3}, tmp_path / "kept.json")
-    asked = kept.parser("a test").parse_args
-    assert kept.measure(asked(["b"]), lambda run: {"found": run}) == {"b": {"found": 2}}
-    found = kept.measure(asked(["--missing"]), lambda run: {"found": -run})
-    assert found == {"a": {"found": -1}, "b": {"found": 2}, "c": {"found": -3}}
-    assert plan_grid.KEPT.named == CELLS
+    assert (tmp_path / "plan-grid.png").stat().st_size > 10_000
 
 
 def test_dense_steps_and_constants_outlast_what_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (fit_on, *_), kept = FITTED, {**JOBS, CELL.name: guessed(CELL)}
-    path, told = tmp_path / "kept.json", []
-    path.write_text(json.dumps(kept))
+    (fit_on, *_), kept, told = FITTED, {**JOBS, CELL.name: guessed(CELL)}, []
 
-    def measured(cell: Cell, *options: str) -> dict[str, Any]:
-        told.append((cell, *options))
-        return {
-            "repeats": {strategy.name: [7.0] for strategy in STRATEGIES if strategy != DENSE},
-            "machine": {},
-        }
+    def measured(command: list[Any], *_: Any) -> dict[str, Any]:
+        told.append(command[1:])
+        return {"repeats": {s.name: [7.0] for s in STRATEGIES if s != DENSE}}
 
-    monkeypatch.setattr(plan_grid, "KEPT", Runs(CELLS, path))
-    monkeypatch.setattr(plan_grid, "measure", measured)
-    assert plan_grid.again(fit_on) == json.loads(path.read_text())[fit_on.name]
-    anew = plan_grid.again(CELL)["repeats"]
-    assert told == [(CELL, "--without-dense")]
+    monkeypatch.setattr(pages, "stored", lambda _: kept)
+    monkeypatch.setattr(plan, "on_hosts", measured)
+    ours = argparse.Namespace(ours=True)
+    assert plan.measure(fit_on, ours) == kept[fit_on.name]
+    anew = plan.measure(CELL, ours)["repeats"]
+    assert told == [["--model", "resnet18", "--without-dense"]]
     assert anew.pop(DENSE.name) == kept[CELL.name]["repeats"][DENSE.name]
     assert set(map(tuple, anew.values())) == {(7.0,)}

@@ -1,0 +1,83 @@
+"""Figures of docs/crashes.md, from the stored results."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from pages import Values, stored
+from pages.markdown import table
+
+read = stored
+
+
+def values(found: dict[str, Any]) -> Values:
+    """The page's figures by name."""
+    settings, environment, jobs = found["settings"], found["environment"], found["jobs"]
+    returns = [each for job in jobs for each in job["disturbed"]["returns"]]
+    redone = [each["reached"] - each["resumed"] for each in returns]
+    whole = [each for each in returns if not each["lost"]]
+    mean = statistics.mean(map(_points, jobs))
+    least, _ = settings["wait"]
+    return {
+        "every": settings["commit_every"],
+        "hosts": settings["hosts"],
+        "least": f"{least:g}",
+        "machine": f"{environment['cpu']}, {environment['cores']} shared cores, Python "
+        f"{environment['python']}, PyTorch {environment['torch']}, Horovod "
+        f"{environment['horovod']} on Gloo, {environment['date']}",
+        "jobs": _table(jobs),
+        "returns": len(returns),
+        "worst": max(redone, default=0),
+        "median": f"{statistics.median(redone or [0]):g}",
+        "same": sum(each["same_weights"] for each in returns),
+        "whole": len(whole),
+        "partly": len(returns) - len(whole),
+        "unchanged": _unchanged(max((each["owed_apart"] or 0.0 for each in whole), default=0.0)),
+        "kills": sum(job["disturbed"]["kills"] for job in jobs),
+        "mean": mean,
+        "seeds": len(jobs),
+        "met": "reached" if mean >= -0.5 else "missed",
+    }
+
+
+def _unchanged(apart: float) -> str:
+    """How near the residuals are to what they were, in units of their largest element."""
+    within = f", within {apart:.1g} of its largest element" if apart else ", without any difference"
+    return f"what it had been at the commit{within}"
+
+
+def _table(jobs: list[dict[str, Any]]) -> str:
+    rows = []
+    for job in jobs:
+        calm, wild = job["undisturbed"], job["disturbed"]
+        rows.append(
+            [
+                str(calm["seed"]),
+                f"{calm['steps']:,}",
+                f"{100 * calm['accuracy']:.2f}%",
+                str(wild["kills"]),
+                f"{100 * wild['accuracy']:.2f}%",
+                f"{_points(job):+.2f}",
+                str(wild["lost_ranks"]),
+                "yes" if wild["ranks_agree"] else "**no**",
+            ]
+        )
+    return table(
+        [
+            "seed",
+            "steps",
+            "accuracy without kills",
+            "kills",
+            "accuracy with kills",
+            "points",
+            "residuals lost",
+            "all ranks end equal",
+        ],
+        rows,
+    )
+
+
+def _points(job: dict[str, Any]) -> float:
+    """How much more accurate the job with kills was, in points."""
+    return float(100 * (job["disturbed"]["accuracy"] - job["undisturbed"]["accuracy"]))

@@ -1,0 +1,111 @@
+"""The digits in an elastic job; every process notes down what it does (`benchmarks.crashes`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import horovod.torch as hvd
+import pytorch_digits
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+
+from horovod_topk.torch import TopKEF
+from horovod_topk.torch.elastic import TorchState
+
+BATCH = 64  # of all ranks together
+
+
+class Notes:
+    """Lines in a file of this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / f"notes-{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def add(self, event: str, **facts: Any) -> None:
+        """One line."""
+        line = {"time": time.time(), "pid": os.getpid(), "event": event, **facts}
+        self._file.write(json.dumps(line) + "\n")
+
+
+def rows_of(step: int, seed: int, count: int) -> torch.Tensor:
+    """This rank's part of a step's examples, which are the same for any number of ranks."""
+    generator = torch.Generator().manual_seed(seed << 20 | step)
+    return torch.randint(count, (BATCH,), generator=generator)[hvd.rank() :: hvd.size()]
+
+
+def main() -> None:
+    """Train until the last step, through whatever happens."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--commit-every", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--pause", type=float, required=True, help="seconds a step")
+    args = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    model = pytorch_digits.DigitsCNN()
+    topk = TopKEF(
+        ratio=0.01,
+        values="float32",
+        momentum=0,
+        follow_lr=False,
+        warmup=None,
+        commit_dir=args.folder / "commits",
+    )
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=topk,
+    )
+    schedule = LambdaLR(optimizer, harness.warmup_cosine(args.steps))
+    images, labels = pytorch_digits.digits("training")
+    notes = Notes(args.folder)
+
+    def owed() -> list[float]:
+        """Some elements of the mean of all ranks' residuals."""
+        residuals = topk.state_dict()["residuals"]
+        some = torch.cat([residuals[name][::101] for name in sorted(residuals)])
+        mean: list[float] = hvd.allreduce(some, op=hvd.Average, name="owed").tolist()
+        return mean
+
+    def weights() -> float:
+        return sum(float(p.detach().double().abs().sum()) for p in model.parameters())
+
+    @hvd.elastic.run
+    def train(state: TorchState) -> None:
+        stats = topk.stats()
+        schedule.last_epoch = state.step - 1
+        schedule.step()
+        lost = {"lost": stats.lost_ranks, "lost_norm": stats.lost_norm}
+        notes.add("enter", step=state.step, size=hvd.size(), weights=weights(), owed=owed(), **lost)
+        while state.step < args.steps:
+            rows = rows_of(state.step, args.seed, len(images))
+            optimizer.zero_grad()
+            cross_entropy(model(images[rows]), labels[rows]).backward()
+            optimizer.step()
+            schedule.step()
+            state.step += 1
+            notes.add("step", step=state.step, size=hvd.size())
+            time.sleep(args.pause)
+            if state.step % args.commit_every == 0:
+                notes.add("commit", step=state.step, weights=weights(), owed=owed())
+                state.commit()
+
+    train(TorchState(model=model, optimizer=optimizer, compression=topk, step=0))
+    images, labels = pytorch_digits.digits("held-out")
+    with torch.no_grad():
+        accuracy = (model(images).argmax(dim=1) == labels).double().mean().item()
+    notes.add("end", accuracy=accuracy, weights=weights(), rank=hvd.rank())
+
+
+if __name__ == "__main__":
+    main()

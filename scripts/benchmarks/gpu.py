@@ -1,0 +1,308 @@
+"""Times the Triton kernels on a GPU: encode, and decode of eight payloads, in milliseconds.
+
+Needs CUDA and Triton. Results are first compared with those of the framework's operations on the
+CPU, bit for bit. Then everything is timed with CUDA events, launched from Python and replayed as a
+CUDA graph. Beside it are timed a copy that moves as many bytes, `torch.topk`, and the framework's
+operations on the GPU. `benchmarks.gpu_steps` times whole steps.
+
+    python scripts/bench.py gpu [--repeats 50] [--ratio 0.01] [--ranks 8] [--geometry programs=264]
+
+The authors' bias: they want the kernels close to the copy. `--geometry` tries other sizes of
+`horovod_topk.kernels.triton.topk.tables.Geometry`; they change speed only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from horovod_topk.cli.models import resnet50_specs
+from horovod_topk.cli.processor import cpu_model
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.state.residual import Arenas
+from horovod_topk.kernels.triton import unsupported
+from horovod_topk.methods.topk import TopK
+from horovod_topk.ops.torch import DTYPES, TorchOps
+
+DEVICE = "cuda"
+BATCH = 10  # calls between two events
+FEWER = 10  # the verbs, which take a hundred times longer, run so many times less often
+KINDS = ("float32", "float16", "bfloat16")
+DEFAULT_RATIO = 0.02
+COLUMNS = (
+    "encode, graph",
+    "encode, launched",
+    "encode, first step",
+    "copy of its bytes",
+    "torch.topk",
+    "encode, verbs",
+    "decode, graph",
+    "decode, launched",
+    "copy of its bytes ",
+    "decode, verbs",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of one row of the table."""
+
+    name: str
+    bucket: BucketPlan
+    weighs: bool = False  # whether entries are selected by Adam's mean squares
+
+
+def cases(kind: str, ratio: float, selection: str) -> Iterator[Case]:
+    """Yield the rows: one large tensor, a ResNet-50's gradients, and the default's settings."""
+    many = [replace(spec, dtype=kind, device=DEVICE) for spec in resnet50_specs()]
+    numel = sum(spec.numel for spec in many)
+    one = [TensorSpec("all", (numel,), kind, DEVICE)]
+    config = TopK(ratio=ratio, selection=selection, values="float32")
+    for name, specs in ((f"1 tensor, {numel:,}", one), (f"{len(many)} tensors", many)):
+        yield Case(f"{name}, {kind}", make_plan(specs, config, groups=[specs]).buckets[0])
+    config = TopK(ratio=DEFAULT_RATIO, selection=selection, values="int4")
+    (bucket,) = make_plan(many, config, groups=[many]).buckets
+    name = f"{len(many)} tensors, {kind}, int4 at {DEFAULT_RATIO:g}"
+    yield Case(name, bucket)
+    if kind == "float32":
+        yield Case(f"{name}, by squares", bucket, weighs=True)
+
+
+class Bench:
+    """A bucket with gradients, arenas and payloads on the GPU, and kernels for it."""
+
+    def __init__(self, case: Case, ranks: int, geometry: dict[str, int]) -> None:
+        from horovod_topk.kernels.triton.topk.bucket import TritonBucket, suited
+
+        bucket, self.ranks = case.bucket, ranks
+        self.bucket, self.geometry = bucket, replace(suited(torch.device(DEVICE, 0)), **geometry)
+        self.new_kernel = lambda: TritonBucket(bucket.config.recipe(bucket), DEVICE, self.geometry)
+        self.kernel = self.new_kernel()
+        self.verbs = PayloadCodec(TorchOps(kernels=False))
+        self.steps = [self._gradients(seed) for seed in range(ranks)]
+        self.squares = [g.square() for g in self._gradients(ranks)] if case.weighs else []
+        self.written = [torch.empty_like(g) for g in self.steps[0]]
+        self.arenas = self._arenas(DEVICE)
+        self.payload = self.verbs.new_payload(bucket)
+        self.gathered = self.payload.repeat(ranks)
+
+    def _gradients(self, seed: int) -> list[Tensor]:
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        return [
+            torch.randn(t.spec.shape, generator=generator, device=DEVICE).to(DTYPES[t.spec.dtype])
+            for t in self.bucket.tensors
+        ]
+
+    def _arenas(self, device: str) -> Arenas[Tensor]:
+        two = (torch.zeros(self.bucket.numel, device=device) for _ in range(2))
+        return Arenas(self.bucket, *two)
+
+    def check(self) -> None:
+        """Each step's payload and residual against the verbs, then the sum of all payloads."""
+        arenas, size = self._arenas("cpu"), self.bucket.layout.payload_bytes
+        self.verbs.weigh(self.bucket, [v.cpu() for v in self.squares])
+        payload = self.verbs.new_payload(self.bucket).cpu()
+        for step, gradients in enumerate(self.steps):
+            self.verbs.encode(arenas, [g.cpu() for g in gradients], payload)
+            self.encode(step)
+            refuse(f"the payload of step {step}", [payload], [self.payload])
+            refuse(f"the residual of step {step}", [arenas.candidate], [self.arenas.candidate])
+            self.gathered[step * size : (step + 1) * size] = self.payload
+            arenas.swap()
+            self.arenas.swap()
+        expected = [torch.empty_like(g, device="cpu") for g in self.written]
+        self.verbs.decode(self.bucket, self.gathered.cpu(), 1 / self.ranks, expected)
+        self.decode()
+        refuse("the decoded sum", expected, self.written)
+        self.verbs.weigh(self.bucket, self.squares)
+
+    def encode(self, step: int = 0) -> None:
+        """By the kernels."""
+        pair, gradients = (self.arenas.residual, self.arenas.candidate), self.steps[step]
+        self.kernel.encode(*pair, gradients, self.payload, (), self.squares)
+
+    def training(self) -> Callable[[], None]:
+        """Encode with commits and gradients that change."""
+        calls = 0
+
+        def run() -> None:
+            nonlocal calls
+            self.encode(calls % self.ranks)
+            self.arenas.swap()
+            calls += 1
+
+        return run
+
+    def forgetful(self) -> Callable[[], None]:
+        """Encode without what the step before left behind."""
+        from horovod_topk.kernels.triton.topk.numbers import NOWHERE
+
+        def run() -> None:
+            self.kernel._carried.fill_(int(NOWHERE))
+            self.encode()
+
+        return run
+
+    def decode(self) -> None:
+        """By the kernels."""
+        self.kernel.decode(self.gathered, 1 / self.ranks, [], self.written)
+
+    def select(self) -> None:
+        """What `torch.topk` alone takes, on each tensor that is not sent whole."""
+        for tensor in self.bucket.tensors:
+            if tensor.index:
+                magnitudes = self.arenas.residual[tensor.start : tensor.stop].abs()
+                torch.topk(magnitudes, tensor.k, sorted=False)
+
+    def row(self, repeats: int) -> list[float]:
+        """Milliseconds for `COLUMNS`."""
+        dense = self.bucket.dense_bytes
+        arrays = 3 if self.squares else 2
+        encoded = arrays * 4 * self.bucket.numel + dense + self.bucket.layout.payload_bytes
+        decoded = self.gathered.numel() + dense
+        return [
+            milliseconds(recorded(self.encode), repeats),
+            milliseconds(self.training(), repeats),
+            milliseconds(self.forgetful(), repeats),
+            milliseconds(copying(encoded), repeats),
+            milliseconds(self.select, repeats),
+            milliseconds(self.encode_by_verbs, repeats // FEWER, batch=1),
+            milliseconds(recorded(self.decode), repeats),
+            milliseconds(self.decode, repeats),
+            milliseconds(copying(decoded), repeats),
+            milliseconds(self.decode_by_verbs, repeats // FEWER, batch=1),
+        ]
+
+    def encode_by_verbs(self) -> None:
+        """Encode by torch's operations, with the result of `encode`."""
+        self.verbs.encode(self.arenas, self.steps[0], self.payload)
+
+    def decode_by_verbs(self) -> None:
+        """Decode by torch's operations, with the result of `decode`."""
+        self.verbs.decode(self.bucket, self.gathered, 1 / self.ranks, self.written)
+
+
+def refuse(what: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """End the program if a result of the kernels has other bits than the verbs' result.
+
+    Args:
+        what: name of the result.
+        expected: the verbs' result, in host memory.
+        found: the kernels' result.
+    """
+    differ, largest = 0, 0.0
+    for one, other in zip(expected, (each.cpu() for each in found), strict=True):
+        differ += int((one.view(torch.uint8) != other.view(torch.uint8)).sum())
+        if one.numel():
+            largest = max(largest, float((one.double() - other.double()).abs().max()))
+    if differ:
+        total = sum(each.numel() * each.element_size() for each in expected)
+        sys.exit(
+            f"{what} differs from the verbs' in {differ:,} of {total:,} bytes, by {largest:g} at "
+            "most: do not use these kernels"
+        )
+
+
+def copying(moved: int) -> Callable[[], object]:
+    """A copy that moves so many bytes, reads and writes counted."""
+    source = torch.randint(256, (moved // 2,), dtype=torch.uint8, device=DEVICE)
+    return functools.partial(torch.empty_like(source).copy_, source)
+
+
+def recorded(call: Callable[[], None]) -> Callable[[], None]:
+    """The same as a CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def milliseconds(call: Callable[[], object], repeats: int, batch: int = BATCH) -> float:
+    """Return the median time of a call, over batches of calls."""
+    taken: list[float] = []
+    for turn in range(max(1, repeats // batch) + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(batch):
+            call()
+        end.record()
+        end.synchronize()
+        if turn:  # the first compiles and warms up
+            taken.append(begin.elapsed_time(end) / batch)
+    return statistics.median(taken)
+
+
+def report(rows: Sequence[tuple[str, list[float]]], args: argparse.Namespace) -> str:
+    """A table with what it was measured on."""
+    head = f"| ms | {' | '.join(column.strip() for column in COLUMNS)} |"
+    lines = [f"| {name} | {' | '.join(f'{each:.3f}' for each in row)} |" for name, row in rows]
+    notes = (
+        f"Ratio {args.ratio:g} if not said otherwise, {args.selection} selection, {args.ranks} "
+        f"payloads, medians of {args.repeats} calls "
+        f"(of the verbs: {max(1, args.repeats // FEWER)}). "
+        "Payloads and residuals equal those of the verbs on the CPU."
+    )
+    rule = f"| --- |{' --- |' * len(COLUMNS)}"
+    return "\n".join([head, rule, *lines, "", notes, origin(DEVICE)])
+
+
+def origin(device: str) -> str:
+    """Return the machine, versions, date and command of the figures, as text."""
+    import triton
+
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
+    return (
+        f"Machine: {name}, Python {platform.python_version()}, PyTorch {torch.__version__}, Triton "
+        f"{triton.__version__}. Date: {time.strftime('%Y-%m-%d')}.\n"
+        f"Command: python {' '.join(sys.argv)}"
+    )
+
+
+def size(text: str) -> tuple[str, int]:
+    """NAME=NUMBER."""
+    name, _, number = text.partition("=")
+    return name, int(number)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Checks, measures, prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--only", default="", help="rows whose names have this")
+    parser.add_argument("--selection", default="exact")
+    parser.add_argument("--dtypes", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--geometry", nargs="*", type=size, default=[], metavar="NAME=NUMBER")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        sys.exit("bench gpu needs a GPU that torch can use, and there is none here")
+    rows = []
+    for kind in args.dtypes:
+        for case in cases(kind, args.ratio, args.selection):
+            if args.only not in case.name:
+                continue
+            reason = unsupported(case.bucket.config.recipe(case.bucket), DEVICE)
+            if reason:
+                sys.exit(f"bench gpu cannot run: {reason}")
+            bench = Bench(case, args.ranks, dict(args.geometry))
+            bench.check()
+            rows.append((case.name, bench.row(args.repeats)))
+            print(f"{case.name}: done", file=sys.stderr)
+    print(report(rows, args))
+    return 0

@@ -1,0 +1,363 @@
+"""Times whole steps on a GPU: encode, decode and commit, and the optimizer's step, in milliseconds.
+
+Needs CUDA and Triton. The gradients have the shapes of a ResNet-50. Two simulated ranks share the
+GPU, and the times are those of the first. Gradients and residuals are first compared, bit for bit,
+with those of torch's operations on the CPU. Beside TopKEF are timed `r += g`, a copy of the
+gradients, and optimizers of dense gradients.
+
+    python scripts/bench.py gpu_steps [--repeats 40] [--only SGD] [--model resnet18]
+
+The authors' bias: they want small figures. `--device cpu` rehearses the script: its times, of the
+CPU kernels, mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity
+
+from benchmarks.gpu import origin, refuse
+from horovod_topk.cli.compare.simulated import exchanges
+from horovod_topk.cli.models import specs_of
+from horovod_topk.core.plan.buckets import Plan, TensorSpec
+from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.substitute import parse
+from horovod_topk.kernels.triton import unsupported
+from horovod_topk.methods.topk import TopK
+from horovod_topk.ops.torch import TorchOps
+
+RANKS = 2
+SETTLE = 12  # steps before the first timed one; the first compile the kernels
+CHECKED = 2  # steps whose bits are compared
+BATCH = 10  # calls of a floor between two waits
+PARTS = ("encode", "decode, commit", "optimizer's step")
+ALL = "all"
+Part = Callable[[], object]
+Around = Callable[[str, Part], object]  # runs one part of rank 0's step
+
+
+@dataclass(frozen=True)
+class Row:
+    """Settings of one row of the table."""
+
+    name: str
+    optimizer: str  # sgd, adamw or none: no step
+    call: str | None  # the compressor, as after its warm-up; None: dense
+    checks: bool = False  # compare its bits with those of the CPU
+    profiles: bool = False  # count its launches and its host synchronisations
+
+
+PLAIN = "momentum=0, follow_lr=False, warmup=None"
+ROWS = (
+    Row("dense, SGD", "sgd", None),
+    Row("dense, AdamW", "adamw", None),
+    Row("TopKEF(), SGD", "sgd", "TopKEF(warmup=None)", checks=True, profiles=True),
+    Row("TopKEF(), AdamW", "adamw", "TopKEF(warmup=None)", checks=True, profiles=True),
+    Row("plain int4", "none", f"TopKEF({PLAIN})", checks=True),
+    Row("plain float32", "none", f"TopKEF({PLAIN}, values='float32')"),
+    Row("float32, SGD", "sgd", "TopKEF(warmup=None, values='float32')"),
+)
+
+
+def directly(name: str, part: Part) -> None:
+    """Run a part of a step without measuring it."""
+    part()
+
+
+class Training:
+    """A model, its optimizer and the gradients of two simulated ranks on one device.
+
+    Args:
+        specs: the model's parameters.
+        device: cuda or cpu.
+        row: the optimizer and the compressor.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], device: str, row: Row) -> None:
+        self.model = nn.ParameterDict(
+            {s.name: nn.Parameter(0.02 * torch.randn(s.shape, device=device)) for s in specs}
+        )
+        parameters = list(self.model.parameters())
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters)
+        if row.optimizer != "adamw":
+            self.optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+        self._steps = row.optimizer != "none"
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        self.optimizer.step()  # so that its moments exist, and are not 0
+        self.exchange: exchanges.Compressed | None = None
+        if row.call is not None:
+            asked = parse(row.call)
+            self.exchange = exchanges.compressed(self.model, self.optimizer, RANKS, asked)
+            refuse_without_kernels(self.exchange.compressors[0].plan, device)
+        self._drawn = [[torch.randn_like(p) for p in parameters] for _ in range(RANKS)]
+        self.gradients = [[torch.empty_like(p) for p in parameters] for _ in range(RANKS)]
+
+    def __call__(self, around: Around = directly) -> None:
+        """Make a step with other gradients than in the last one; `around` runs rank 0's parts."""
+        for now, drawn in zip(self.gradients, self._drawn, strict=True):
+            torch._foreach_copy_(now, drawn)
+            torch._foreach_mul_(now, 1.0 + 0.3 * float(torch.rand(())))
+        encode, decode, step = PARTS
+        if self.exchange is not None:
+            around(encode, partial(self.encode, 0))
+            self.encode(1)
+            around(decode, partial(self.decode, 0))
+            self.decode(1)
+        if self._steps:
+            around(step, self.apply)
+
+    def encode(self, rank: int) -> None:
+        """Compress a rank's gradients and start their exchange."""
+        for compressor, ordinal, bucket in self._buckets(rank):
+            compressor.launch(ordinal, bucket)
+
+    def decode(self, rank: int) -> None:
+        """Overwrite a rank's gradients with the mean of both ranks', and commit."""
+        for compressor, ordinal, bucket in self._buckets(rank):
+            compressor.step.finish(ordinal, bucket)
+        compressor.commit()
+
+    def apply(self) -> None:
+        """Make the optimizer's step with the gradients of rank 0."""
+        for p, gradient in zip(self.model.parameters(), self.gradients[0], strict=True):
+            p.grad = gradient
+        self.optimizer.step()
+
+    def residuals(self) -> list[Tensor]:
+        """Return the residuals of rank 0, in the order of the parameters."""
+        assert self.exchange is not None
+        return [self.exchange.compressors[0].residual(name) for name in self.model]
+
+    def _buckets(self, rank: int) -> Iterator[tuple[Compressor[Tensor], int, list[Tensor]]]:
+        assert self.exchange is not None
+        for ordinal, bucket in self.exchange.in_buckets(self.gradients[rank]).items():
+            yield self.exchange.compressors[rank], ordinal, bucket
+
+
+def refuse_without_kernels(plan: Plan, device: str) -> None:
+    """End the program if a bucket on a GPU has no Triton kernel, so that others would be timed."""
+    for bucket in plan.buckets if device == "cuda" else ():
+        assert isinstance(bucket.config, TopK)
+        reason = unsupported(bucket.config.recipe(bucket), bucket.device)
+        if reason:
+            sys.exit(f"gpu_steps cannot run: {reason}")
+
+
+def check(specs: Sequence[TensorSpec], device: str, row: Row) -> None:
+    """End the program if the device's gradients or residuals have other bits than the CPU's.
+
+    Both get the same gradients and, before each step, the same moments: Adam's own steps differ
+    between CPU and GPU in their last bits.
+    """
+    with mock.patch.object(exchanges, "TorchOps", partial(TorchOps, kernels=False)):
+        cpu = Training(specs, "cpu", row)
+    other = Training(specs, device, row)
+    other.model.load_state_dict(cpu.model.state_dict())
+    for step in range(CHECKED):
+        other.optimizer.load_state_dict(cpu.optimizer.state_dict())
+        for here, there in zip(cpu.gradients, other.gradients, strict=True):
+            for gradient, its_copy in zip(here, there, strict=True):
+                its_copy.copy_(gradient.normal_(std=0.01))
+        for training in (cpu, other):
+            training.encode(0)
+            training.encode(1)
+            training.decode(0)
+        refuse(f"{row.name}: a gradient of step {step}", cpu.gradients[0], other.gradients[0])
+        for training in (cpu, other):
+            training.decode(1)
+        refuse(f"{row.name}: a residual of step {step}", cpu.residuals(), other.residuals())
+        cpu.apply()
+
+
+def wait(device: str) -> None:
+    """Wait until the device has done all that is queued."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+class Clock:
+    """Times parts of steps, each from an idle device to an idle device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def __call__(self, name: str, part: Part, calls: int = 1) -> None:
+        """Run a part, a number of times, and note the time of one."""
+        wait(self._device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            part()
+        queued = time.perf_counter()
+        wait(self._device)
+        ended = time.perf_counter()
+        self._taken[name].append((1e3 * (ended - began) / calls, 1e3 * (queued - began) / calls))
+
+    def medians(self) -> dict[str, tuple[float, float]]:
+        """Return each part's milliseconds until the GPU is done and until Python has queued all."""
+        found = {
+            name: (statistics.median(done), statistics.median(queued))
+            for name, (done, queued) in ((n, zip(*t, strict=True)) for n, t in self._taken.items())
+        }
+        done, queued = (sum(each) for each in zip(*found.values(), strict=True))
+        return {**found, ALL: (done, queued)}
+
+
+def floors(specs: Sequence[TensorSpec], device: str) -> dict[str, Part]:
+    """Return operations that pass once over as many elements as a step does, by name."""
+    numel = sum(spec.numel for spec in specs)
+    r, g = (torch.randn(numel, device=device) for _ in range(2))
+    return {"`r += g`": partial(r.add_, g), "copy of the gradients": partial(r.copy_, g)}
+
+
+class Synchronisations:
+    """Counts where the parts of a step make the host wait for the GPU."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Counter[str]] = {}
+
+    def __call__(self, name: str, part: Part) -> None:
+        """Run a part."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                part()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        self.found[name] = Counter(
+            f"{each.filename.rpartition('horovod_topk/')[2]}:{each.lineno}"
+            for each in caught
+            if "called a synchronizing" in str(each.message)
+        )
+
+
+class Profile:
+    """Counts the kernels that the parts of a step launch, and adds up their milliseconds."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[int, float]] = {}
+
+    def __call__(self, name: str, part: Part) -> None:
+        """Run a part."""
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        wait("cuda")
+        with torch.profiler.profile(activities=activities) as profiler:
+            part()
+            wait("cuda")
+        launches, microseconds = 0, 0.0
+        for event in profiler.key_averages():
+            if event.device_type.name != "CUDA":
+                launches += event.count * ("LaunchKernel" in event.key)
+            elif not event.is_user_annotation:
+                microseconds += event.self_device_time_total
+        self.found[name] = launches, microseconds / 1e3
+
+
+def insight(training: Training) -> str:
+    """Describe what encode and decode of a step do on the GPU."""
+    synchronisations, profile = Synchronisations(), Profile()
+    training(synchronisations)
+    training(profile)
+    parts = []
+    for name in PARTS[:2]:
+        launches, ms = profile.found[name]
+        places = synchronisations.found[name]
+        where = f" ({', '.join(places)})" if places else ""
+        parts.append(
+            f"{name}: {launches} launches, {ms:.2f} ms of kernels, "
+            f"{places.total()} host synchronisations{where}"
+        )
+    return "; ".join(parts)
+
+
+def measure(trainings: dict[str, Training], device: str, repeats: int) -> dict[str, Clock]:
+    """Time steps of all rows in turns, so that a host that is slow for a while is so for each.
+
+    The first steps compile the kernels, and residuals settle.
+    """
+    clocks = {name: Clock(device) for name in trainings}
+    for training in trainings.values():
+        for _ in range(SETTLE):
+            training()
+    for _ in range(repeats):
+        for name, training in trainings.items():
+            training(clocks[name])
+    return clocks
+
+
+def measure_floor(call: Part, device: str, repeats: int) -> Clock:
+    """Time a call."""
+    Clock(device)(ALL, call, BATCH)  # warms up
+    clock = Clock(device)
+    for _ in range(repeats):
+        clock(ALL, call, BATCH)
+    return clock
+
+
+def report(clocks: dict[str, Clock], insights: dict[str, str], args: argparse.Namespace) -> str:
+    """Return the table, and notes on what it was measured on."""
+    columns = (*PARTS, ALL)
+    lines = [f"| ms | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    for name, clock in clocks.items():
+        found = clock.medians()
+        cells = (f"{found[c][0]:.3f} ({found[c][1]:.3f})" if c in found else "" for c in columns)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    checked = [row.name for row in chosen(args.only) if row.checks]
+    notes = (
+        "In brackets: milliseconds until Python has queued all of it on the device.\n"
+        f"{args.model}, {RANKS} simulated ranks on one device, times of the first; medians of "
+        f"{args.repeats} steps, in turns, after {SETTLE} others.\n"
+        "Plain: momentum=0, follow_lr=False.\n"
+        f"Gradients and residuals of {CHECKED} steps equal those of torch's operations on the CPU, "
+        f"bit for bit: {'; '.join(checked) or 'not compared'}."
+    )
+    within = [f"- {name}: {text}." for name, text in insights.items()]
+    return "\n".join([*lines, "", *within, *[""] * bool(within), notes, origin(args.device)])
+
+
+def chosen(only: str) -> list[Row]:
+    """Return the rows whose names contain a text."""
+    return [row for row in ROWS if only in row.name]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Checks, measures, prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--only", default="", help="rows whose names have this")
+    parser.add_argument("--model", default="resnet50", help="or a JSON file of shapes by name")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("gpu_steps needs a GPU that torch can use, and there is none here")
+    torch.manual_seed(0)
+    specs = specs_of(args.model)
+    for row in chosen(args.only):
+        if row.checks:
+            check(specs, args.device, row)
+            print(f"{row.name}: the bits of the CPU", file=sys.stderr)
+    clocks = {
+        name: measure_floor(call, args.device, args.repeats)
+        for name, call in floors(specs, args.device).items()
+    }
+    trainings = {row.name: Training(specs, args.device, row) for row in chosen(args.only)}
+    clocks.update(measure(trainings, args.device, args.repeats))
+    profiled = {row.name for row in ROWS if row.profiles and args.device == "cuda"}
+    # Last, as a process that has been profiled may be slower.
+    insights = {name: insight(each) for name, each in trainings.items() if name in profiled}
+    print(report(clocks, insights, args))
+    return 0

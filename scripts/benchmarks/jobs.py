@@ -1,0 +1,111 @@
+"""Jobs on emulated hosts: each is measured by itself, and one file keeps the results of all."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from tqdm import tqdm
+
+import launch
+import pages
+from cluster import Cluster, ClusterError
+
+Job = TypeVar("Job")
+Results = dict[str, dict[str, Any]]  # name of a job -> what its ranks found
+
+
+@dataclass(frozen=True)
+class Jobs(Generic[Job]):
+    """The jobs of a benchmark.
+
+    Args:
+        page: name of the page, and of the file with the results.
+        named: all jobs, in the order of the results.
+        measure: runs one job, with the options of the command line.
+        indent: of the lines of the file with the results; None: all results in one line.
+    """
+
+    page: str
+    named: Mapping[str, Job]
+    measure: Callable[[Job, argparse.Namespace], dict[str, Any]]
+    indent: int | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file with the results."""
+        return pages.RESULTS / f"{self.page}.json"
+
+    def parser(self, description: str | None) -> argparse.ArgumentParser:
+        """A command line that names jobs."""
+        form = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(description=description, formatter_class=form)
+        names = ", ".join(self.named)
+        parser.add_argument("jobs", nargs="*", help=f"of {names} (default: all)")
+        parser.add_argument("--missing", action="store_true", help="jobs without results alone")
+        return parser
+
+    def main(self, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
+        """Measure jobs, and write results and page; the exit status."""
+        args = parser.parse_args(arguments)
+        if unknown := set(args.jobs) - set(self.named):
+            known = ", ".join(self.named)
+            parser.error(f"no such job: {', '.join(sorted(unknown))}; there are {known}")
+        try:
+            self.run(args)
+        except ClusterError as error:
+            print(f"{self.page}: {error}", file=sys.stderr)
+            return 1
+        print(f"written: {pages.write(self.page).relative_to(launch.ROOT)}")
+        return 0
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Measure the jobs asked for; the results of each are written when it ends."""
+        results: Results = json.loads(self.path.read_text()) if self.path.exists() else {}
+        wanted = args.jobs or list(self.named)
+        if args.missing:
+            wanted = [key for key in wanted if key not in results]
+        for key in (bar := tqdm(wanted, unit="job")):
+            bar.set_postfix_str(key)
+            results = self.merged(results, key, self.measure(self.named[key], args))
+            self.path.write_text(json.dumps(results, indent=self.indent) + "\n")
+
+    def merged(self, results: Results, key: str, new: dict[str, Any]) -> Results:
+        """The results, the new ones in place of those of the same job, in the order of the jobs."""
+        results = results | {key: new}
+        return {key: results[key] for key in self.named if key in results}
+
+
+def on_hosts(
+    command: Sequence[object],
+    cluster: Cluster,
+    limit_seconds: float,
+    settings: Mapping[str, str] | None = None,
+    prepare: Callable[[Cluster], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Run a Python program on all ranks of a cluster; what rank 0 wrote to the file of `--json`.
+
+    Args:
+        command: script or module, and its arguments.
+        cluster: made for this job alone.
+        limit_seconds: the job fails if it takes longer.
+        settings: further environment variables.
+        prepare: changes the cluster before the job.
+
+    Raises:
+        ClusterError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder, cluster as hosts:
+        prepare(hosts)
+        file = Path(folder) / "found.json"
+        ranks = ["horovodrun", "--gloo", sys.executable, *map(str, command), "--json", str(file)]
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": launch.python_path()}
+        hosts.run(ranks, environment | dict(settings or {}), limit_seconds=limit_seconds)
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found

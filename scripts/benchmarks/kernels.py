@@ -1,0 +1,369 @@
+"""`make bench-kernels`: what selection costs, against `r += g` and `torch.topk`, in one run.
+
+One thread, no network. A step encodes one float32 tensor with error feedback. Each step takes one
+of three gradients with random sign and size, after enough steps for the residual to settle as in
+training. The floor is `residual.add_(gradient)` of the same size. For decoding it is filling the
+output with zeros and reading the payloads once. All rows take turns.
+
+    python scripts/bench.py kernels [--quick] [--gradients 25000000]
+
+Writes docs/kernels.md, docs/results/kernels.png and docs/results/kernels.json. The authors' bias:
+they want small ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks import kernels_page
+from benchmarks.kernels_page import NO_CODING, RATIOS
+from horovod_topk.cli.machine import machine
+from horovod_topk.core.codec.momentum import velocities_of
+from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
+from horovod_topk.core.plan.shards import shard
+from horovod_topk.core.state.residual import Arenas
+from horovod_topk.kernels import native
+from horovod_topk.methods.topk import TopK
+from horovod_topk.ops.torch import TorchOps
+from launch import ROOT
+from pages import RESULTS, made, write
+
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+ISAS = ("avx512", "avx2", "portable")
+SLOW = ("torch.topk", "framework operations")
+CODINGS = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
+DEFAULT_RATIO = 0.02
+# What an encoding with momentum correction is made of, step by step.
+CORRECTED: dict[str, dict[str, Any]] = {
+    "error feedback alone": {},
+    "momentum and masking": {"momentum": 0.9},
+    "momentum, masking and rescale": {"momentum": 0.9, "rates": True},
+    "the same with Nesterov's momentum": {"momentum": 0.9, "nesterov": True, "rates": True},
+}
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A supply of gradients; each call of `next` sets one up, untimed."""
+
+    pool: list[Tensor]
+    current: Tensor
+
+    @classmethod
+    def of(cls, numel: int, seed: int = 0) -> Gradients:
+        """For a tensor of `numel` elements."""
+        generator = torch.Generator().manual_seed(seed)
+        pool = [torch.randn(numel, generator=generator) for _ in range(3)]
+        return cls(pool, torch.empty(numel))
+
+    def next(self) -> None:
+        """Another one: of random sign, and of a norm that varies by a third."""
+        factor = random.choice((-1, 1)) * random.uniform(0.7, 1.3)
+        torch.mul(random.choice(self.pool), factor, out=self.current)
+
+
+class Encoding:
+    """One tensor with its error feedback, encoded step after step."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        ratio: float,
+        selection: str,
+        ops: TorchOps,
+        indices: str = "packed",
+        values: str = "float32",
+    ) -> None:
+        spec = TensorSpec("w", tuple(gradients.current.shape), "float32")
+        settings = TopK(ratio, values, indices, selection=selection, min_numel=0)
+        (self.bucket,) = make_plan([spec], settings).buckets
+        self.codec: PayloadCodec[Tensor] = PayloadCodec(ops)
+        numel = spec.numel
+        self.arenas = Arenas(self.bucket, torch.zeros(numel), torch.zeros(numel))
+        self.payload = self.codec.new_payload(self.bucket)
+        self.gradients = gradients
+
+    def step(self) -> None:
+        """Encode and commit."""
+        self.codec.encode(self.arenas, [self.gradients.current], self.payload)
+        self.arenas.swap()
+
+    def settle(self, steps: int) -> Encoding:
+        """Let the residual grow to what it is in training, as far as `steps` go."""
+        for _ in range(steps):
+            self.gradients.next()
+            self.step()
+        return self
+
+
+class Corrected(Encoding):
+    """The same with int4 values and momentum correction.
+
+    Args:
+        gradients: what is sent.
+        selection: exact or sampled.
+        settings: momentum, nesterov.
+        rates: a learning rate that changes at every step, and the residual with it.
+    """
+
+    def __init__(
+        self, gradients: Gradients, selection: str, *, rates: bool = False, **settings: Any
+    ) -> None:
+        super().__init__(gradients, DEFAULT_RATIO, selection, TorchOps(), values="int4")
+        self._settings = TopK(DEFAULT_RATIO, "int4", **settings)
+        zeros = (torch.zeros_like(gradients.current) for _ in range(2))
+        self._velocity: Arenas[Tensor] = Arenas(self.bucket, *zeros)
+        self._rates = rates
+
+    def step(self) -> None:
+        """Encode and commit."""
+        (tensor,) = self.bucket.tensors
+        if self._rates:
+            factor = random.uniform(0.99, 1.01)
+            self.arenas.rescale(tensor.start, tensor.stop, factor, TorchOps())
+        own = None
+        if self._settings.momentum:
+            own = velocities_of(self._settings, self._velocity, TorchOps())
+        self.codec.encode(self.arenas, [self.gradients.current], self.payload, own)
+        self._velocity.swap()
+        self.arenas.swap()
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Kernels made within use this one."""
+    os.environ["HOROVOD_TOPK_ISA"] = name
+    try:
+        yield
+    finally:
+        del os.environ["HOROVOD_TOPK_ISA"]
+
+
+def available_isas() -> list[str]:
+    """Instruction sets of this processor, fastest first; none without kernels."""
+    found = native.find()
+    return list(ISAS[ISAS.index(found.description) :]) if found.library else []
+
+
+def encodings(gradients: Gradients, ratio: float, settle: int) -> dict[str, Step]:
+    """All ways of encoding one tensor, each with a residual of its own."""
+    ways: dict[str, Step] = {}
+    for isa in available_isas():
+        for selection in ("exact", "sampled"):
+            with instruction_set(isa):
+                ours = Encoding(gradients, ratio, selection, TorchOps()).settle(settle)
+            ways[f"{isa}, {selection}"] = ours.step
+    return ways
+
+
+def baselines(gradients: Gradients, ratio: float) -> dict[str, Step]:
+    """The floor, and what frameworks offer."""
+    residual, k = torch.zeros_like(gradients.current), max(1, int(ratio * len(gradients.current)))
+    verbs = Encoding(gradients, ratio, "exact", TorchOps(kernels=False)).settle(2)
+    return {
+        "r += g": lambda: _discard(residual.add_(gradients.current)),
+        "framework operations": verbs.step,
+        "torch.topk": lambda: _discard(torch.topk(gradients.current.abs(), k, sorted=False)),
+    }
+
+
+def _discard(_: Any) -> None:
+    """What was computed is not needed."""
+
+
+def milliseconds(ways: dict[str, Step], before: Step, repeats: int) -> dict[str, float]:
+    """Medians, the ways taking turns so that a noisy neighbour meets them all.
+
+    Those in SLOW take every third turn.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, step in ways.items():
+            if turn % 3 and name in SLOW:
+                continue
+            before()
+            started = time.perf_counter()
+            step()
+            taken[name].append(1e3 * (time.perf_counter() - started))
+    return {name: statistics.median(each[1:]) for name, each in taken.items()}
+
+
+def settling_steps(numel: int, ratio: float) -> int:
+    """Steps before the first that is timed: residuals settle in about 1 / ratio."""
+    return max(8, min(150, int(1.5 / ratio), 3_750_000_000 // numel))
+
+
+def measure_encoding(numel: int, ratio: float, repeats: int) -> dict[str, float]:
+    """Milliseconds of every way at one size and ratio."""
+    gradients = Gradients.of(numel)
+    ours = encodings(gradients, ratio, settling_steps(numel, ratio))
+    return milliseconds({**ours, **baselines(gradients, ratio)}, gradients.next, repeats)
+
+
+def measure_decoding(numel: int, ratio: float, repeats: int, indices: str) -> dict[str, float]:
+    """Milliseconds of decoding 1, 2, 4 and 8 payloads, and of the floor of each."""
+    payloads = []
+    for rank in range(8):
+        gradients = Gradients.of(numel, rank)
+        encoding = Encoding(gradients, ratio, "exact", TorchOps(), indices).settle(2)
+        payloads.append(encoding.payload)
+    output, ways = torch.empty(numel), dict[str, Step]()
+    for ranks in (1, 2, 4, 8):
+        gathered = torch.cat(payloads[:ranks])
+        ways[f"decode {ranks}"] = _decode(encoding, gathered, output, ranks)
+        ways[f"fill and read {ranks}"] = _fill_and_read(gathered, output)
+    return milliseconds(ways, lambda: None, repeats)
+
+
+def measure_coding(numel: int, ratio: float, repeats: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of encoding, and of decoding two payloads, for every way of writing entries."""
+    gradients, output = Gradients.of(numel), torch.empty(numel)
+    ways = {NO_CODING: ("plain", "float32")}
+    ways |= {f"{values}, packed": ("packed", values) for values in CODINGS}
+    encode, decode = dict[str, Step](), dict[str, Step]()
+    for name, (indices, values) in ways.items():
+        ours = Encoding(gradients, ratio, "sampled", TorchOps(), indices, values)
+        encode[name] = ours.settle(settling_steps(numel, ratio)).step
+        decode[name] = _decode(ours, torch.cat([ours.payload, ours.payload]), output, 2)
+    encoding = milliseconds(encode, gradients.next, repeats)
+    decoding = milliseconds(decode, lambda: None, repeats)
+    return {name: {"encode": encoding[name], "decode": decoding[name]} for name in ways}
+
+
+def measure_shards(numel: int, ratio: float, repeats: int) -> dict[str, float]:
+    """Milliseconds of encoding for 2, 4 and 8 owners, beside encoding for an allgather."""
+    gradients = Gradients.of(numel)
+    whole = Encoding(gradients, ratio, "sampled", TorchOps()).settle(settling_steps(numel, ratio))
+    ways: dict[str, Step] = {"r += g": baselines(gradients, ratio)["r += g"]}
+    ways["allgather"] = whole.step
+    for owners in (2, 4, 8):
+        ways[f"{owners} owners"] = _for_owners(whole, owners, settling_steps(numel, ratio))
+    return milliseconds(ways, gradients.next, repeats)
+
+
+def measure_momentum(numel: int, repeats: int) -> dict[str, float]:
+    """Milliseconds of encoding with momentum correction, from error feedback alone on."""
+    gradients, settle = Gradients.of(numel), settling_steps(numel, DEFAULT_RATIO)
+    ways: dict[str, Step] = {"r += g": baselines(gradients, DEFAULT_RATIO)["r += g"]}
+    for selection in ("exact", "sampled"):
+        for name, settings in CORRECTED.items():
+            ours = Corrected(gradients, selection, **settings).settle(settle)
+            ways[f"{selection}, {name}"] = ours.step
+    return milliseconds(ways, gradients.next, repeats)
+
+
+def _for_owners(whole: Encoding, owners: int, settle: int) -> Step:
+    plans, codec = shard(whole.bucket, owners).scatter, whole.codec
+    arenas = [Arenas(p, torch.zeros(p.numel), torch.zeros(p.numel)) for p in plans]
+    payloads = [codec.new_payload(plan) for plan in plans]
+
+    def step() -> None:
+        codec.encode_shards(arenas, [whole.gradients.current], payloads)
+        for each in arenas:
+            each.swap()
+
+    for _ in range(settle):
+        whole.gradients.next()
+        step()
+    return step
+
+
+def _decode(encoding: Encoding, gathered: Tensor, output: Tensor, ranks: int) -> Step:
+    codec, bucket = encoding.codec, encoding.bucket
+    return lambda: _discard(codec.decode(bucket, gathered, 1 / ranks, [output]))
+
+
+def _fill_and_read(gathered: Tensor, output: Tensor) -> Step:
+    words = gathered.view(torch.int64)
+
+    def step() -> None:
+        output.zero_()
+        words.sum()
+
+    return step
+
+
+def measure_exchange(selection: str) -> dict[str, float]:
+    """A ResNet-50's gradients between two ranks; see scripts/bench.py exchange."""
+    script = [sys.executable, "scripts/bench.py", "exchange", "--selection", selection]
+    horovodrun = Path(sys.executable).with_name("horovodrun")
+    command = [str(horovodrun), "-np", "2", "--gloo", *script]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
+    )
+    found: dict[str, float] = json.loads(done.stdout[done.stdout.index("{") :])
+    return found
+
+
+def measure(numel: int, repeats: int, grid: list[tuple[int, float]]) -> dict[str, Any]:
+    """All that the page shows; runs between two ranks come before and between the rest."""
+    exchange: dict[str, list[dict[str, float]]] = {"exact": [], "sampled": []}
+
+    def between_ranks() -> None:
+        for selection, runs in exchange.items():
+            runs.append(measure_exchange(selection))
+
+    between_ranks()
+    encoding = measure_encoding(numel, 0.01, repeats)
+    between_ranks()
+    indices = ("plain", "packed")
+    decoding = {each: measure_decoding(numel, 0.01, repeats, each) for each in indices}
+    coding = measure_coding(numel, 0.01, repeats)
+    shards = measure_shards(numel, 0.01, repeats)
+    momentum = measure_momentum(numel, repeats)
+    between_ranks()
+    sizes = []
+    for each, (n, ratio) in enumerate(tqdm(grid, disable=None)):
+        sizes.append({"numel": n, "ratio": ratio, "ms": measure_encoding(n, ratio, repeats)})
+        if each == len(grid) // 2:
+            between_ranks()
+    between_ranks()
+    return {
+        "machine": machine(),
+        "numel": numel,
+        "encoding": encoding,
+        "decoding": decoding,
+        "coding": coding,
+        "shards": shards,
+        "momentum": momentum,
+        "exchange": exchange,
+        "sizes": sizes,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures, prints the page and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="no sizes above a million, no page")
+    parser.add_argument("--gradients", type=int, default=25_000_000, help="elements of the tables")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    random.seed(0)
+    repeats = 5 if args.quick else 15
+    sizes = [n for n in SIZES if n <= 1_000_000 or not args.quick]
+    grid = [(numel, ratio) for numel in sizes for ratio in RATIOS]
+    found = measure(args.gradients, repeats, grid)
+    if args.quick:
+        print(made("kernels", kernels_page.values(found)))
+        return 0
+    (RESULTS / "kernels.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(write("kernels").read_text())
+    return 0

@@ -1,0 +1,126 @@
+"""`make bench-network`: step times of TopKEF, Horovod and torch DDP at several bandwidths.
+
+Hosts are network namespaces of this machine (`cluster`) with one rank each. They run
+`horovod-topk bench` once for each bandwidth, and at the fastest bandwidth once for each kind of
+simulated backward. Writes docs/results/network.json, docs/network.md and a picture.
+
+    sudo make bench-network                           # all runs: half an hour
+    sudo make bench-network ARGS="1gbit --rounds 5"   # these runs; other results are kept
+    python scripts/page.py network                    # the page alone
+
+The authors' bias: they want TopKEF to win. All methods take turns within each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.jobs import Jobs, on_hosts
+from cluster import Cluster, Link
+
+LIMIT_SECONDS = 1800.0  # a run
+HOSTS = 4
+MODEL = "resnet50"
+RATES = ("100mbit", "300mbit", "1gbit")
+FAST = RATES[-1]
+BASELINES = ("dense", "dense-waiting", "fp16", "ddp", "ddp-none", "ddp-fp16", "powersgd")
+OURS = (
+    "topk",
+    "topk-sharded",
+    "topk-int8-0.01",
+    "topk-plain-float32-0.01",
+    "ddp+topk",
+    "ddp+topk-sharded",
+    "ddp+topk-int8-0.01",
+)
+METHODS = (*BASELINES, *OURS)
+FEW = ("dense", "fp16", "ddp", "ddp-none", "powersgd", "topk", "ddp+topk")  # at one bandwidth
+WITH_IDLE = ("dense", "fp16", "ddp", "topk")  # torch's PowerSGD may abort with idle parameters
+# Every compressor of docs/methods.md; in two runs, as each compressor needs memory for gradients.
+SPARSE = (
+    "ddp",
+    "ddp-fp16",
+    "powersgd",
+    "PowerSGD(rank=4)",
+    "ddp+PowerSGD(rank=4)",
+    "TopKEF()",
+    "TopKEF(ratio=0.11)",
+    "Threshold()",
+    "RandomK(ratio=0.056)",
+)
+# torch's hook beside PowerSGD, summed in rank order and by an allreduce.
+REDUCTIONS = (
+    "ddp",
+    "powersgd",
+    "PowerSGD(rank=4)",
+    "PowerSGD(rank=4,exchange='allreduce')",
+    "ddp+PowerSGD(rank=4)",
+    "ddp+PowerSGD(rank=4,exchange='allreduce')",
+)
+QUANTISED = (
+    "ddp",
+    "Dense(values='bfloat16')",
+    "SignSGD()",
+    "SignSGD(exchange='sharded')",
+    "OneBit()",
+    "TernGrad(exchange='sharded')",
+    "QSGD(bits=2,exchange='sharded')",
+    "QSGD(bits=4,exchange='sharded')",
+    "ByteGrad(exchange='sharded')",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job of `horovod-topk bench`."""
+
+    title: str
+    rate: str  # of each host's link
+    methods: tuple[str, ...] = METHODS
+    compute: str | None = None  # simulated backward
+    idle: int = 0  # parameters that never get a gradient
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of `horovod-topk bench`, without the path of its results."""
+        found = ["--model", MODEL, "--rate", self.rate, "--methods", ",".join(self.methods)]
+        found += ["--compute", self.compute] if self.compute else []
+        return [*found, "--idle-parameters", str(self.idle)] if self.idle else found
+
+
+RUNS = {
+    "100mbit": Run("100 Mbit/s a host", "100mbit"),
+    "300mbit": Run("300 Mbit/s a host", "300mbit"),
+    "1gbit": Run("1 Gbit/s a host", "1gbit"),
+    "sleep": Run("Backward that leaves the cores free", FAST, FEW, compute="sleep:0.5"),
+    "cpu": Run("Backward that needs the cores", FAST, FEW, compute="cpu:0.25"),
+    "idle": Run("Parameters that never get a gradient", FAST, WITH_IDLE, idle=8),
+    "sparse-100mbit": Run("Sparse and low-rank methods, 100 Mbit/s a host", "100mbit", SPARSE),
+    "sparse-1gbit": Run("Sparse and low-rank methods, 1 Gbit/s a host", FAST, SPARSE),
+    "reductions-1gbit": Run("PowerSGD, both reductions, 1 Gbit/s a host", FAST, REDUCTIONS),
+    "quantised-100mbit": Run("Quantising methods, 100 Mbit/s a host", "100mbit", QUANTISED),
+    "quantised-1gbit": Run("Quantising methods, 1 Gbit/s a host", FAST, QUANTISED),
+}
+
+
+def measure(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+    """Run `horovod-topk bench` on a cluster, and return its results.
+
+    Raises:
+        ClusterError: the command failed.
+    """
+    command = ["-m", "horovod_topk.cli", "bench", *run.arguments, "--rounds", args.rounds]
+    return on_hosts(command, Cluster(HOSTS, Link.of(run.rate)), LIMIT_SECONDS)
+
+
+JOBS = Jobs("network", RUNS, measure, indent=1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and write; the exit status."""
+    parser = JOBS.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each method")
+    return JOBS.main(parser, arguments)

@@ -1,0 +1,179 @@
+"""Figures of docs/trouble.md, from the stored results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.trouble import COMPUTE, HOSTS, PLAIN, RATE, RUNS, WAYS
+from pages import Values, stored
+from pages.markdown import table
+
+read = stored
+
+ORDER = """\
+- TopKEF adds payloads in rank order, whenever they arrive, so its result does not depend on timing.
+  Horovod's dense allreduce adds in an order that depends on which gradients were ready together.
+  Its last bits can differ from run to run, also without any trouble.
+- Trouble makes ranks wait with any exchange. The shorter a step was before, the larger is the share
+  of waiting, and the smaller is the speed-up by compression. Medians:"""
+
+Job = dict[str, Any]
+Results = dict[str, Job]
+
+
+def values(results: Results) -> Values:
+    """The page's figures by name."""
+    return {
+        "hosts": HOSTS,
+        "rate": RATE.replace("mbit", " Mbit/s"),
+        "compute": f"{1e3 * COMPUTE:g}",
+        "machine": _machine(results),
+        "times": _times(results),
+        "results": _results(results),
+        "meaning": "\n".join(_meaning(results)),
+        "sooner": "\n".join(_sooner(results)),
+    }
+
+
+def _machine(results: Results) -> str:
+    first = next(iter(results.values()))["machine"]
+    machine = (
+        f"{first['cpu']}, {first['cores']} cores for all hosts and for other work, "
+        f"Linux {first['kernel']}, Python {first['python']}, PyTorch {first['torch']}, Horovod "
+        f"{first['horovod']}. A job with fewer than {_planned(results)} steps reached its "
+        "time limit."
+    )
+    rows = (
+        [
+            RUNS[key].title,
+            job["machine"]["date"],
+            f"{job['load']['before']:g}, {job['load']['after']:g}",
+            str(_steps(job)),
+        ]
+        for key, job in results.items()
+    )
+    header = ["trouble", "ended", "load average before, after", "steps"]
+    return f"{machine}\n\n{table(header, rows)}"
+
+
+def _planned(results: Results) -> int:
+    return max(int(job["planned_steps"]) for job in results.values())
+
+
+def _steps(job: Job) -> int:
+    return len(next(iter(job["ways"].values()))["step"])
+
+
+def resent(job: Job) -> float:
+    """Share of the TCP segments that were sent again."""
+    sent = sum(host["sent"] for host in job["segments"])
+    return float(sum(host["resent"] for host in job["segments"]) / sent)
+
+
+def _times(results: Results) -> str:
+    header = ["trouble", "packets sent again", "", "bytes a step and rank", "step, ms"]
+    header += ["times none", "exchange, ms", "waiting, ms"]
+    return table(header, (line for key in results for line in _time_lines(results, key)))
+
+
+def _time_lines(results: Results, key: str) -> Iterator[list[str]]:
+    job = results[key]
+    for way in WAYS:
+        found, plain = job["ways"][way], results[PLAIN]["ways"][way]
+        is_first = way == WAYS[0]
+        yield [
+            RUNS[key].title if is_first else "",
+            f"{100 * resent(job):.2g}%" if is_first else "",
+            way,
+            f"{found['sent_bytes']:,}",
+            _typical(found["step"]),
+            f"{_median(found['step']) / _median(plain['step']):.2f}",
+            _typical(found["exchange"]),
+            _typical(found["waiting"]),
+        ]
+
+
+def _typical(seconds: list[float]) -> str:
+    ninth = statistics.quantiles(seconds, n=10)[-1]
+    return f"{1e3 * _median(seconds):.0f} ({1e3 * ninth:.0f})"
+
+
+def _median(seconds: list[float]) -> float:
+    return statistics.median(seconds)
+
+
+def _results(results: Results) -> str:
+    header = ["trouble", "", "after", "weights", "residuals", "accuracy", "without trouble"]
+    header += ["residual", "gradient"]
+    return table(header, (line for key in results for line in _result_lines(results, key)))
+
+
+def _result_lines(results: Results, key: str) -> Iterator[list[str]]:
+    for way in WAYS:
+        step, here, plain = compared(results, key, way)
+        has_residuals = "residuals" in here[0]
+        yield [
+            RUNS[key].title if way == WAYS[0] else "",
+            way,
+            f"{step} steps",
+            _same(here, plain, "weights"),
+            _same(here, plain, "residuals") if has_residuals else "",
+            f"{100 * here[0]['accuracy']:.2f}%",
+            f"{100 * plain[0]['accuracy']:.2f}%",
+            f"{_mean(here, 'residual_norm'):.3g}" if has_residuals else "",
+            f"{_mean(here, 'gradient_norm'):.3g}" if has_residuals else "",
+        ]
+
+
+def compared(results: Results, key: str, way: str) -> tuple[str, list[Job], list[Job]]:
+    """The last step that both jobs recorded, and its records: with trouble, and without."""
+    marks, plain = (results[each]["ways"][way]["marks"] for each in (key, PLAIN))
+    step = max(marks.keys() & plain.keys(), key=int)
+    return step, marks[step], plain[step]
+
+
+def is_same(here: list[Job], plain: list[Job], what: str) -> bool:
+    """Whether every rank has the same bits."""
+    return [rank[what] for rank in here] == [rank[what] for rank in plain]
+
+
+def _same(here: list[Job], plain: list[Job], what: str) -> str:
+    return "equal" if is_same(here, plain, what) else "differ"
+
+
+def _mean(ranks: list[Job], what: str) -> float:
+    return statistics.mean(rank[what] for rank in ranks)
+
+
+def _meaning(results: Results) -> Iterator[str]:
+    troubled = [key for key in results if key != PLAIN]
+    for way in WAYS:
+        same = [is_same(*compared(results, key, way)[1:], "weights") for key in troubled]
+        yield (
+            f"- {way}: in {sum(same)} of {len(same)} jobs, the same weights as in the job without "
+            "trouble."
+        )
+    yield f"{ORDER}\n"
+    ours = WAYS[-1]
+    header = ["trouble", "dense exchange, ms", f"{ours} exchange, ms", f"{ours}: step faster by"]
+    yield table(header, (_speed_up(results[key]["ways"], RUNS[key].title) for key in results))
+
+
+def _speed_up(methods: dict[str, Job], title: str) -> list[str]:
+    dense, ours = methods[WAYS[0]], methods[WAYS[-1]]
+    exchanges = (f"{1e3 * _median(each['exchange']):.0f}" for each in (dense, ours))
+    return [title, *exchanges, f"{_median(dense['step']) / _median(ours['step']):.2f}x"]
+
+
+def _sooner(results: Results) -> Iterator[str]:
+    """The effect of a shorter time-out, where it was measured."""
+    for key in results:
+        sooner = f"{key}-soon"
+        if sooner in results:
+            before, after = (_median(results[k]["ways"][WAYS[-1]]["step"]) for k in (key, sooner))
+            yield (
+                f"  With {RUNS[key].title}, this shortened a step with {WAYS[-1]} from "
+                f"{1e3 * before:.0f} to {1e3 * after:.0f} ms."
+            )

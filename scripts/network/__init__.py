@@ -1,1 +1,0 @@
-"""The runs of `make bench-network`, and the page with their results."""

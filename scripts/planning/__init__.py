@@ -1,1 +1,0 @@
-"""`horovod-topk plan` against steps that were measured on emulated hosts."""

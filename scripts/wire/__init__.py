@@ -1,1 +1,0 @@
-"""Bytes at the network card: `scripts/bench_wire.py` makes the hosts, `wire.rank` runs on each."""
