@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn, cast
 
-from horovod_topk.core.exchange import Collective, Exchange, Pending
+from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.exchange.hierarchical import Groups, HierarchicalExchange
+from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.exchange.reduce import ReduceExchange
 from horovod_topk.core.exchange.selection import fewest, make_exchange
 from horovod_topk.core.exchange.sharded import ShardedExchange
 from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
-from horovod_topk.core.plan.nodes import Location, Nodes
+from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.plan.shards import NodePlan, ShardedPlan
 from horovod_topk.cost import owners
+from horovod_topk.ops import Ops
+
+NO_ARRAYS = cast("Ops[bytes]", None)
 
 
-@dataclass(frozen=True)
-class Nobody:
-    """A collective that has a size and a rank, but refuses to send."""
+class Nobody(Loopback[bytes]):
+    """A network without arrays: its collectives have a size and a rank, but refuse to send."""
 
-    size: int
-    rank: int = 0
-
-    def allgather(
-        self, payload: bytes, name: str, counts: Sequence[int] | None = None
-    ) -> Pending[bytes]:
+    def post(self, rank: int, name: str, payload: bytes) -> NoReturn:
         """Raise an error."""
         raise TypeError("nothing is sent for a plan")
-
-    alltoall = allgather
-
-    @property
-    def location(self) -> Location:
-        """A location without a host."""
-        return Location("", self.rank, 0)
-
-    def reduce_scatter(self, array: bytes, counts: Sequence[int], name: str) -> Pending[bytes]:
-        """Raise an error."""
-        raise TypeError("nothing is sent for a plan")
-
-    def allreduce(self, array: bytes, name: str) -> Pending[bytes]:
-        """Raise an error."""
-        raise TypeError("nothing is sent for a plan")
-
-    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Return True, as with dynamic process sets."""
-        return True
-
-    def split(self, groups: Sequence[Sequence[int]]) -> Sequence[Collective[bytes] | None]:
-        """Return no collectives."""
-        return [None] * len(groups)
 
 
 def nodes_of(ranks: int, local_size: int) -> Nodes:
@@ -63,7 +38,7 @@ def exchange_of(
     kind: str, nodes: Nodes, rank: int = 0, *, in_rounds: bool = False
 ) -> Exchange[bytes]:
     """Return a rank's exchange, to count its bytes; in_rounds: `Method.in_rounds`."""
-    collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
+    collective = Nobody(sum(nodes.sizes), NO_ARRAYS).collective(rank)
     if kind in ("sharded", "reduce"):
         made = _Sharded(collective, nodes)
         return ReduceExchange(made, collective) if in_rounds else made
@@ -81,7 +56,7 @@ class _AsRank(HierarchicalExchange[bytes]):
     """A rank's hierarchical exchange; ranks share what their first one has computed."""
 
     def __init__(self, nodes: Nodes, rank: int, first: _AsRank | None) -> None:
-        collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
+        collective = Nobody(sum(nodes.sizes), NO_ARRAYS).collective(rank)
         super().__init__(collective, Groups(nodes, rank, None, None))
         self._owners: dict[bytes, tuple[list[int], list[int]]] = {}  # by the plan's digest
         if first is not None:

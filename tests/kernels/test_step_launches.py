@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from horovod_topk.cli.compare.simulated import exchanges
-from horovod_topk.cli.compare.simulated.loopback import Loopback
 from horovod_topk.cli.models import specs_of
+from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.kernels import native, triton
 from horovod_topk.methods.topk import TopK

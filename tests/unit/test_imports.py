@@ -142,7 +142,7 @@ ROOMS = {
     "process_sets.py": {"horovod.common", "horovod_topk.core.plan.nodes"},
     "cost": {
         "horovod_topk.methods",
-        "horovod_topk.ops.coding",
+        "horovod_topk.ops",
         "horovod_topk.core",
         "horovod_topk.config",
         "horovod_topk.errors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from horovod_topk.cli.compare import session
 from horovod_topk.cli.compare.records import DIVERGED, DONE, FAILED, LATE, Cell, Record, Store
 from horovod_topk.cli.compare.settings import of_file
-from horovod_topk.cli.compare.simulated.loopback import Collective, Loopback
 from horovod_topk.cli.compare.simulated.training import Task, train
 from horovod_topk.cli.compare.simulated.workload import load
+from horovod_topk.core.exchange.loopback import Loopback
+from horovod_topk.ops.torch import TorchOps
 from study import loops
 from study.workloads import SHARDS, workload
 
@@ -34,47 +36,32 @@ def scores(record: Record) -> list[float | None]:
     return [point.metrics["accuracy"] for point in record.points]
 
 
-def ranks(size: int) -> list[Collective]:
-    wire = Loopback(size)
-    return [Collective(wire, rank) for rank in range(size)]
+VERBS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], list[list[float]]]] = {
+    "allgather": (lambda c, mine: c.allgather(mine, "a"), [[1, 2, 10, 20]] * 2),
+    "alltoall": (lambda c, mine: c.alltoall(mine, "a"), [[1, 10], [2, 20]]),
+    "reduce_scatter": (lambda c, mine: c.reduce_scatter(mine, [0, 2], "a"), [[], [11, 22]]),
+    "allreduce": (lambda c, mine: c.allreduce(mine, "a"), [[11, 22]] * 2),
+}
 
 
-def test_allgather_brings_every_payload_in_rank_order() -> None:
-    pending = [each.allgather(torch.tensor([each.rank] * 2), "a") for each in ranks(3)]
-    assert [each.wait().tolist() for each in pending] == [[0, 0, 1, 1, 2, 2]] * 3
-
-
-def test_alltoall_brings_each_rank_its_stretch_of_all() -> None:
-    everyone = ranks(3)
-    handed = [torch.tensor([10, 11, 12]) + 100 * each.rank for each in everyone]
-    pending = [each.alltoall(mine, "a") for each, mine in zip(everyone, handed, strict=True)]
-    assert [each.wait().tolist() for each in pending] == [
-        [10, 110, 210],
-        [11, 111, 211],
-        [12, 112, 212],
-    ]
-
-
-def test_ranks_of_a_group_add_up_among_themselves() -> None:
-    everyone = ranks(4)
-    groups = [(0, 1), (2, 3)]
-    team = [next(filter(None, each.split(groups))) for each in everyone]
-    handed = [torch.tensor([1.0, 2.0, 3.0]) * 10**each.rank for each in everyone]
-    pending = [
-        each.reduce_scatter(mine, [1, 2], "a") for each, mine in zip(team, handed, strict=True)
-    ]
-    assert [each.wait().tolist() for each in pending] == [
-        [11.0],
-        [22.0, 33.0],
-        [1100.0],
-        [2200.0, 3300.0],
-    ]
+@pytest.mark.parametrize("verb", VERBS)
+def test_collectives_among_all_ranks_and_in_groups(verb: str) -> None:
+    """In rank order, step after step; the second pair has 100 times the numbers of the first."""
+    start, expected = VERBS[verb]
+    network = Loopback(4, TorchOps())
+    everyone = [network.collective(rank) for rank in range(4)]
+    pairs = [next(filter(None, each.split([(0, 1), (2, 3)]))) for each in everyone]
+    for _ in range(2):
+        handed = [torch.tensor([1.0, 2.0]) * 10**rank for rank in range(4)]
+        pending = [start(each, mine) for each, mine in zip(pairs, handed, strict=True)]
+        found = [each.wait().tolist() for each in pending]
+        assert found[:2] == expected and found[2:] == [[100 * n for n in e] for e in expected]
+    assert not network.group((0, 1))._posted
 
 
 def test_a_collective_that_a_rank_never_started_is_an_error() -> None:
-    first, _ = ranks(2)
-    pending = first.allgather(torch.zeros(1), "a")
-    with pytest.raises(RuntimeError, match="1 of 2"):
+    pending = Loopback(2, TorchOps()).collective(0).allgather(torch.zeros(1), "a")
+    with pytest.raises(TimeoutError, match=r"only ranks \[0\] of 2"):
         pending.wait()
 
 
@@ -182,6 +169,7 @@ POOL = """
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from horovod_topk.cli.compare.records import Cell
 from horovod_topk.cli.compare.simulated.pool import results

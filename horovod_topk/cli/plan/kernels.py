@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from horovod_topk.cli.frameworks import Framework
 from horovod_topk.cli.timing import clocked, repeated
 from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.plan.buckets import BUCKET_ELEMENTS, TensorSpec, make_plan
-from horovod_topk.core.plan.nodes import Location
 from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.cost.machine import Kernels
@@ -71,7 +71,7 @@ def multiples(framework: Framework, config: Method) -> Multiples:
     (bucket,) = plan.buckets
     triad = seconds(framework.triad(BUCKET_ELEMENTS)) * bucket.numel / BUCKET_ELEMENTS  # uncached
     if config.in_rounds:
-        exchange = make_exchange("reduce", Alone(), in_rounds=True)
+        exchange = make_exchange("reduce", Loopback(1, ops).collective(0), in_rounds=True)
         compressor = Compressor(plan, ops, codec, exchange, "topkef.plan")
 
         def step() -> None:
@@ -92,47 +92,6 @@ def multiples(framework: Framework, config: Method) -> Multiples:
         decode = partial(codec.decode, bucket, gathered, 1 / count, [target])
         taken.append(seconds(decode, FEW_REPEATS))
     return Multiples(encoded / triad, max(0.0, taken[1] - taken[0]) / (MANY - FEW) / triad)
-
-
-@dataclass(frozen=True)
-class _Done:
-    """A finished collective of one rank."""
-
-    result: Any
-
-    def wait(self) -> Any:
-        """The array that was sent."""
-        return self.result
-
-
-class Alone:
-    """`core.exchange.Collective` of a single rank."""
-
-    rank, size, location = 0, 1, Location("", 0, 0)
-
-    def allgather(self, payload: Any, name: str, counts: Sequence[int] | None = None) -> _Done:
-        """Return the payload."""
-        return _Done(payload)
-
-    def alltoall(self, payloads: Any, name: str) -> _Done:
-        """Return the payloads."""
-        return _Done(payloads)
-
-    def reduce_scatter(self, array: Any, counts: Sequence[int], name: str) -> _Done:
-        """Return the array."""
-        return _Done(array)
-
-    def allreduce(self, array: Any, name: str) -> _Done:
-        """Return the array."""
-        return _Done(array)
-
-    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Return False."""
-        return False
-
-    def split(self, groups: Sequence[Sequence[int]]) -> Sequence[None]:
-        """Return no collectives."""
-        return [None] * len(groups)
 
 
 def _repeated(framework: Framework, payload: Any, size: int, count: int) -> Any:

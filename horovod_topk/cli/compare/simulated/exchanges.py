@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from horovod_topk.cli.compare.simulated.loopback import Collective, Loopback
 from horovod_topk.config import split_deferred
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange as Route
 from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
+from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.plan.buckets import Plan, make_plan
-from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.plan.nodes import Location, Nodes
 from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.core.run.follower import Follow
 from horovod_topk.core.run.substitute import Substitute
@@ -129,7 +129,9 @@ class Compressed:
         follow: Follow | None = None,
     ) -> None:
         self._positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-        ops, wire = TorchOps(), Loopback(ranks)
+        ops = TorchOps()
+        pairs = [Location(f"node{rank // 2}", rank % 2, rank // 2 * 2) for rank in range(ranks)]
+        wire = Loopback(ranks, ops, locations=pairs)
         plan = plan_of(model, config).under(config, rule)
         routes = [exchange_of(plan, wire, rank) for rank in range(ranks)]
         self._plan = plan
@@ -182,9 +184,9 @@ class Compressed:
         }
 
 
-def exchange_of(plan: Plan, wire: Loopback, rank: int) -> Route[Tensor]:
+def exchange_of(plan: Plan, wire: Loopback[Tensor], rank: int) -> Route[Tensor]:
     """Make a rank's exchange from the plan; nodes have two ranks where nodes matter."""
-    kind, because, collective = plan.config.exchange, "", Collective(wire, rank)
+    kind, because, collective = plan.config.exchange, "", wire.collective(rank)
     pairs = Nodes(tuple(tuple(range(p, min(p + 2, wire.size))) for p in range(0, wire.size, 2)))
     if kind == "auto":
         kind, because = choose(plan, collective, pairs, can_split=True)
