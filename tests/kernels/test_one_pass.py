@@ -50,6 +50,7 @@ class Side:
         self.residuals = [self.arenas(part) for part in parts]
         self.velocity = self.arenas(bucket)
         self.payloads = [self.codec.new_payload(part) for part in parts]
+        self.squares: list[Any] = []
 
     def arenas(self, plan: BucketPlan) -> Arenas[Any]:
         zeros = np.zeros(plan.numel, plan.residual_dtype)
@@ -66,12 +67,11 @@ class Side:
         """One step as far as its payloads."""
         own = None if momentum is None else velocities_of(momentum, self.velocity, self.ops)
         given_ = [self.array(g.copy()) for g in gradients]
-        self.codec.encode_shards(self.residuals, given_, self.payloads, own)
+        self.codec.encode_shards(self.residuals, given_, self.payloads, own, self.squares)
 
     def weigh(self, squares: list[Array | None]) -> None:
         """Select by these mean squares of the gradients."""
-        own = [None if v is None else self.array(v.copy()) for v in squares]
-        self.codec.weigh(self.velocity.plan, own)
+        self.squares = [None if v is None else self.array(v.copy()) for v in squares]
 
     def swap(self) -> None:
         """Commit."""

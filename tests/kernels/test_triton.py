@@ -255,8 +255,8 @@ class Pair:
     def encode(self, gradients: Sequence[Tensor], squares: Sequence[Tensor | None] = ()) -> Tensor:
         """Encode on both sides; they must agree. Returns the payload."""
         arenas, known = self.kernels.arenas, [None if v is None else v.cpu() for v in squares]
-        self.codec.weigh(self.bucket, known)
-        self.codec.encode(self.verbs.arenas, [g.cpu() for g in gradients], self.verbs.payload)
+        own = self.verbs.arenas, [g.cpu() for g in gradients], self.verbs.payload
+        self.codec.encode(*own, squares=known)
         pair = arenas.residual, arenas.candidate
         self.kernel.encode(*pair, gradients, self.kernels.payload, (), squares)
         for one, other in zip(*map(self._sections, (self.verbs, self.kernels)), strict=True):

@@ -84,7 +84,7 @@ def multiples(framework: Framework, config: Method) -> Multiples:
         return Multiples(max(0.0, seconds(step, FEW_REPEATS) - drawn) / triad)
     arenas = Arenas(bucket, *(ops.zeros(bucket.numel, "float32", "cpu") for _ in range(2)))
     payload, gradients = codec.new_payload(bucket), [framework.gradient(bucket.numel)]
-    codec.set_measures(bucket, [0.0] * len(config.needed_measures))
+    codec.measures.set(bucket, [0.0] * len(config.needed_measures))
     encoded = seconds(lambda: codec.encode(arenas, gradients, payload), FEW_REPEATS)
     target, taken = framework.gradient(bucket.numel), []
     for count in (FEW, MANY):

@@ -26,10 +26,13 @@ With the exchange "hierarchical" only the ranks that own a shard send measures.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-from horovod_topk.core.plan.buckets import Plan
+from horovod_topk.core.plan import payload as wire
+from horovod_topk.core.plan.buckets import BucketPlan, Plan
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -39,6 +42,137 @@ EXPOSED, STEP, VERDICT = "exposed", "step", "verdict"
 HOST = (EXPOSED, STEP, VERDICT)  # measures that the host knows before the step
 Rows = Sequence[tuple[float, ...]]  # the measures of each rank, in rank order
 Measures = Mapping[str, Sequence[float]]  # measure name -> one number for each rank
+
+
+@dataclass
+class _Own(Generic[Array]):
+    """The measures that this rank sends with one bucket."""
+
+    given: Sequence[Any] | None = None  # the schedule's and the guard's; None: zeros
+    of_pieces: list[Sequence[Array]] = field(default_factory=list)  # the method's, for each piece
+    of_tensors: Callable[[], Array] | None = None  # the follower's
+    written: set[bytes] = field(default_factory=set)  # payloads that have them, by fingerprint
+
+
+class MeasureStore(Generic[Array]):
+    """What ranks tell each other with their payloads: facts, measures, and numbers of tensors.
+
+    Args:
+        ops: operations on the arrays.
+        arrived: dictionary for received measures; None: a new one.
+
+    Attributes:
+        arrived: the measures of all ranks that arrived last with each bucket, by its ordinal.
+        told: the numbers of `tell` that arrived last, by the bucket's ordinal: bytes of float32, a
+            row a rank.
+    """
+
+    def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
+        self._ops = ops
+        self.arrived: dict[int, Rows] = {} if arrived is None else arrived
+        self.told: dict[int, Array] = {}
+        self._own: dict[int, _Own[Array]] = {}  # by the bucket's ordinal
+        self._facts: tuple[int, bytes | Array] | None = None  # ordinal of the bucket that has them
+
+    def state_facts(self, ordinal: int, facts: bytes | Array) -> None:
+        """Set the facts that this rank states with a bucket in the step that begins.
+
+        Args:
+            ordinal: the plan's first bucket.
+            facts: the number of `core.plan.facts` as 4 bytes, in a graph a uint8 array.
+        """
+        self._facts = ordinal, facts
+
+    def facts_for(self, bucket: BucketPlan) -> bytes | Array | None:
+        """The facts that this rank states with a bucket; None: another bucket states them."""
+        if self._facts is None or self._facts[0] != bucket.ordinal:
+            return None
+        return self._facts[1]
+
+    def set(self, bucket: BucketPlan, numbers: Sequence[Any]) -> None:
+        """Set the measures that this rank sends with a bucket, in this step and later ones.
+
+        numbers: one for each of the settings' `needed_measures`.
+        """
+        self._own.setdefault(bucket.ordinal, _Own()).given = numbers
+        self._renew(bucket)
+
+    def tell(self, bucket: BucketPlan, numbers: Callable[[], Array]) -> None:
+        """Set the numbers that this rank sends about a bucket's tensors in the step that begins.
+
+        numbers: returns them, flat; called once the bucket is encoded.
+        """
+        self._own.setdefault(bucket.ordinal, _Own()).of_tensors = numbers
+        self._renew(bucket)
+
+    def _renew(self, bucket: BucketPlan) -> None:
+        own = self._own[bucket.ordinal]
+        own.of_pieces.clear()
+        own.written.clear()
+
+    def add(self, bucket: BucketPlan, found: Sequence[Array]) -> None:
+        """Note the method's own measures of one piece."""
+        if found and bucket.ordinal in self._own:
+            self._own[bucket.ordinal].of_pieces.append(found)
+
+    def write(self, bucket: BucketPlan, payload: Array) -> None:
+        """Write this rank's facts and measures into a payload that is encoded.
+
+        Measures that it has already are not written again.
+        """
+        self.write_facts(bucket, payload)
+        own = self._own.get(bucket.ordinal)
+        if own is not None and bucket.measures and bucket.fingerprint not in own.written:
+            own.written.add(bucket.fingerprint)
+            self._store(bucket, own, payload, wire.HEADER_BYTES)
+
+    def write_facts(self, bucket: BucketPlan, payload: Array) -> None:
+        """Write this rank's facts into a payload, if its bucket states them."""
+        facts = self.facts_for(bucket)
+        if isinstance(facts, bytes):
+            self._ops.store_bytes(payload, wire.FACTS_AT, facts)
+        elif facts is not None:
+            self._ops.store(payload, wire.FACTS_AT, facts)
+
+    def data(self, bucket: BucketPlan) -> Array:
+        """This rank's measures of an encoded bucket, as the uint8 bytes of a payload."""
+        data = self._ops.zeros(wire.MEASURE * len(bucket.measures), "uint8", bucket.device)
+        self._store(bucket, self._own.get(bucket.ordinal, _Own()), data, 0)
+        return data
+
+    def _store(self, bucket: BucketPlan, own: _Own[Array], data: Array, at: int) -> None:
+        """Write this rank's measures to uint8 bytes, from `at` on."""
+        ops, count = self._ops, len(bucket.measures) - bucket.tensor_measures
+        given = [0.0] * (count - len(bucket.config.measured)) if own.given is None else own.given
+        given = [*given, *(total_of(each) for each in zip(*own.of_pieces, strict=True))]
+        numbers = [each if isinstance(each, float) else 0.0 for each in given]
+        if numbers:
+            ops.store_bytes(data, at, struct.pack(f"<{len(given)}f", *numbers))
+        for i, each in enumerate(given):
+            if not isinstance(each, float):
+                ops.store(data, at + wire.MEASURE * i, ops.pack_values(each, "float32"))
+        if bucket.tensor_measures and own.of_tensors is not None:
+            last = ops.pack_values(own.of_tensors(), "float32")
+            ops.store(data, at + wire.MEASURE * len(given), last)
+
+    def read_told(self, bucket: BucketPlan, gathered: Array) -> None:
+        """Read the numbers that a bucket's payloads carry for each tensor, if they carry any."""
+        if count := bucket.tensor_measures:
+            width = bucket.layout.payload_bytes // bucket.writers
+            at = wire.HEADER_BYTES + wire.MEASURE * (len(bucket.measures) - count)
+            self.told[bucket.ordinal] = self._ops.load(gathered, width, at, wire.MEASURE * count)
+
+
+def measures_in(bucket: BucketPlan, heads: Sequence[bytes]) -> Rows | None:
+    """Measures in the first bytes of each payload of a bucket, by rank; None: it has none."""
+    count = len(bucket.measures) - bucket.tensor_measures
+    if not count:
+        return None
+    stop = wire.HEADER_BYTES + wire.MEASURE * count
+    if not any(any(head[wire.HEADER_BYTES : stop]) for head in heads):  # the usual case
+        return [(0.0,) * count] * len(heads)
+    ranks = sorted(range(len(heads)), key=bucket.sender)
+    return [wire.measures_of(heads[rank], count) for rank in ranks]
 
 
 def own_measures(

@@ -86,16 +86,20 @@ class AllgatherBucket(Generic[Array]):
         self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
 
     def send(
-        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+        self,
+        gradients: Sequence[Array],
+        name: str,
+        velocities: Velocities[Array] | None = None,
+        squares: Sequence[Array | None] = (),
     ) -> None:
         """`BucketExchange.send`."""
         if self._unwanted:
             wait_for_dropped(self._unwanted)
         self._name = name
         if self.stages:
-            self._encoder.begin(gradients, name, velocities)
+            self._encoder.begin(gradients, name, velocities, squares)
             return
-        self._codec.encode_shards([self._arenas], gradients, [self._payload], velocities)
+        self._codec.encode(self._arenas, gradients, self._payload, velocities, squares)
         self._pending = self._collective.allgather(self._payload, name)
 
     def advance(self) -> None:

@@ -108,7 +108,11 @@ class AllreduceBucket(Generic[Array]):
         self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
 
     def send(
-        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+        self,
+        gradients: Sequence[Array],
+        name: str,
+        velocities: Velocities[Array] | None = None,
+        squares: Sequence[Array | None] = (),
     ) -> None:
         """`BucketExchange.send`."""
         ops, bucket = self._ops, self._bucket
@@ -117,7 +121,7 @@ class AllreduceBucket(Generic[Array]):
         for piece, gradient in zip(bucket.tensors, gradients, strict=True):
             if piece.numel:
                 ops.split_shards(gradient, [0], [ops.view(self._array, piece.start, piece.stop)])
-        measures = self._codec.measures(bucket) if bucket.measures else None
+        measures = self._codec.measures.data(bucket) if bucket.measures else None
         self._pending = self._reduce(name, measures)
 
     def abort(self, name: str) -> None:
@@ -172,7 +176,7 @@ class AllreduceBucket(Generic[Array]):
         """Write the lanes, and start the allreduce."""
         ops, bucket = self._ops, self._bucket
         self._digest = struct.unpack(f"<{PARTS}H", bucket.digest)
-        facts = self._codec.facts_for(bucket)
+        facts = self._codec.measures.facts_for(bucket)
         if isinstance(facts, bytes):  # a graph does not know them
             changes = *struct.unpack("<2H", facts), 0, 0
             self._digest = [a ^ b for a, b in zip(self._digest, changes, strict=True)]
@@ -190,7 +194,7 @@ class AllreduceBucket(Generic[Array]):
         ops, bucket = self._ops, self._bucket
         lanes = ops.view(self._sum, bucket.numel, bucket.numel + self._lanes)
         lane_bytes, count = value_bytes("float32", self._lanes), len(bucket.tensors)
-        arrived, width = self._codec.arrived, len(bucket.measures)
+        arrived, width = self._codec.measures.arrived, len(bucket.measures)
         size = lane_bytes + -(-count // 8)
         row = ops.zeros(size, "uint8", bucket.device)
         ops.store(row, 0, ops.pack_values(lanes, "float32"))

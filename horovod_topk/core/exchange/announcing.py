@@ -103,27 +103,30 @@ class Encoder(Generic[Array]):
         return self._pending is not None
 
     def begin(
-        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+        self,
+        gradients: Sequence[Array],
+        name: str,
+        velocities: Velocities[Array] | None = None,
+        squares: Sequence[Array | None] = (),
     ) -> None:
         """Fill the payloads, or start to send the announcements that this needs.
 
         velocities: for momentum correction; the new velocities are written to it.
+        squares: Adam's mean squares to select by; see `PayloadCodec.encode`.
         """
         codec = self._codec
         if self._plan is None or self._collective is None:
-            codec.encode_shards(self._arenas, gradients, self._payloads, velocities)
+            codec.encode_shards(self._arenas, gradients, self._payloads, velocities, squares)
             return
-        self._velocities, gradients = velocities, correct(gradients, velocities, self._ops)
+        self._squares, self._velocities = squares, velocities
+        gradients = correct(gradients, velocities, self._ops)
         pieces = range(len(self._plan.tensors))
         self._own, self._checked = list[list[Array]](), list[list[Array]]()
-        for each in self._arenas:
-            each.widen()
-        self._withheld = [codec.withhold(each, gradients) for each in self._arenas]
-        for own, held in zip(self._arenas, self._withheld, strict=True):
-            each = own if held is None else held.lent
-            summed = [codec.compensate(each, gradients, p) for p in pieces]
+        self._opened = [codec.withholding.open(each, gradients) for each in self._arenas]
+        for each in self._opened:
+            summed = [codec.compensate(each.arenas, gradients, p) for p in pieces]
             self._checked.append([checked for _, checked in summed])
-            self._own.append([codec.numbers(each.plan, p, summed[p][0]) for p in pieces])
+            self._own.append([codec.numbers(each.own.plan, p, summed[p][0]) for p in pieces])
         of_tensors = [self._ops.joined(shards) for shards in zip(*self._own, strict=True)]
         codec.encode(self._numbers, of_tensors, self._announcement)
         self._pending = self._collective.allgather(self._announcement, f"{name}.announce")
@@ -140,19 +143,16 @@ class Encoder(Generic[Array]):
             sent = []
             for position, piece in enumerate(each.plan.tensors):
                 values = ops.view(each.candidate, piece.start, piece.stop)
+                square = self._squares[piece.gradient] if self._squares else None
                 numbers = told[shard][position]
-                one = codec.encode_piece(each.plan, position, values, numbers)
+                one = codec.encode_piece(each.plan, position, values, square, numbers)
                 sent.append(replace(one, checked=self._checked[shard][position]))
             codec.write(each, payload, sent)
             if not isinstance(flags, list):  # a graph cannot raise: pass the flags on to all ranks
                 ops.store_flags(payload, each.plan.layout.flags_at, flags)
             if self._velocities is not None:
                 codec.mask(each, payload, self._velocities)
-        for held in filter(None, self._withheld):
-            codec.keep(held)
-        codec.seal([each.plan for each in self._arenas], self._payloads)
-        for each in self._arenas:
-            each.narrow()
+        codec.seal(self._opened, self._payloads)
 
     def drain(self) -> bool:
         """Wait for announcements that were sent, and drop them.

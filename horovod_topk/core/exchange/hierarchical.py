@@ -246,7 +246,11 @@ class HierarchicalBucket(Generic[Array]):
         self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
 
     def send(
-        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+        self,
+        gradients: Sequence[Array],
+        name: str,
+        velocities: Velocities[Array] | None = None,
+        squares: Sequence[Array | None] = (),
     ) -> None:
         """`BucketExchange.send`."""
         self._name = name

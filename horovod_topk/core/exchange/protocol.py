@@ -124,11 +124,16 @@ class BucketExchange(Protocol[Given]):
         ...
 
     def send(
-        self, gradients: Sequence[Given], name: str, velocities: Velocities[Any] | None = None
+        self,
+        gradients: Sequence[Given],
+        name: str,
+        velocities: Velocities[Any] | None = None,
+        squares: Sequence[Given | None] = (),
     ) -> None:
         """Encode gradients and start the first collective; writes no gradient and no residual.
 
         velocities: for momentum correction; the new velocities are written to it.
+        squares: Adam's mean squares to select by; see `PayloadCodec.encode`.
         """
         ...
 

@@ -124,16 +124,18 @@ class ReducedBucket(Generic[Array]):
         self._works: list[Work[Array]] = []
 
     def send(
-        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+        self,
+        gradients: Sequence[Array],
+        name: str,
+        velocities: Velocities[Array] | None = None,
+        squares: Sequence[Array | None] = (),
     ) -> None:
         """`BucketExchange.send`: the first round."""
         ops, arenas = self._ops, self._arenas
         self._name, self._flags, self._works = name, None, []
         gradients = correct(gradients, velocities, ops)
-        arenas.widen()
-        self._withheld = self._codec.withhold(arenas, gradients)
-        if self._withheld is not None:
-            arenas = self._withheld.lent
+        self._opened = self._codec.withholding.open(arenas, gradients)
+        arenas = self._opened.arenas
         pairs = zip(self._bucket.tensors, gradients, strict=True)
         for position, (piece, gradient) in enumerate(pairs):
             values = ops.view(arenas.candidate, piece.start, piece.stop)
@@ -194,8 +196,7 @@ class ReducedBucket(Generic[Array]):
             else:
                 ops.subtract_at(work.values, None, sent)
             self._follow(piece, work)
-        if self._withheld is not None:
-            self._codec.keep(self._withheld)
+        self._opened.keep(ops)
         self._arenas.narrow()
         return flags
 

@@ -145,15 +145,21 @@ class ShardedBucket(Generic[Array]):
         self._pending: Pending[Array] | None = None
         self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
         self._aborted = False  # whether flags were also sent to owners in that step
+        self._squares: Sequence[Array | None] = ()  # Adam's mean squares, until sums are encoded
 
     def send(
-        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+        self,
+        gradients: Sequence[Array],
+        name: str,
+        velocities: Velocities[Array] | None = None,
+        squares: Sequence[Array | None] = (),
     ) -> None:
         """`BucketExchange.send`."""
         if self._aborted:
             self._wait_for_dropped()
         self._name = name
-        self._encoder.begin(gradients, name, velocities)
+        self._squares = squares
+        self._encoder.begin(gradients, name, velocities, squares)
         if not self._encoder.waits:
             self._scattered = self._scatter()
 
@@ -175,11 +181,17 @@ class ShardedBucket(Generic[Array]):
             self._codec.flag_all(self._owned.plan, self._back)
             self._pending = self._gather()
             raise
-        self._codec.weigh_sums(self._plan.back[self._collective.rank])
-        self._codec.encode(self._owned, self._totals, self._back)
+        self._codec.encode(self._owned, self._totals, self._back, squares=self._own_squares())
         if not isinstance(flags, list):  # a graph cannot raise: pass the flags on to all ranks
             self._ops.store_flags(self._back, self._owned.plan.layout.flags_at, flags)
         self._pending = self._gather()
+
+    def _own_squares(self) -> Sequence[Array | None]:
+        """Adam's mean squares of this rank's shards as an owner; drops those of the gradients."""
+        squares, self._squares = self._squares, ()
+        back, ops = self._plan.back[self._collective.rank], self._ops
+        pairs = [(squares[piece.gradient], piece.first) for piece in back.tensors if squares]
+        return [None if v is None else ops.shard(v, back.parts, first) for v, first in pairs]
 
     def drain(self) -> None:
         """`BucketExchange.drain`. Sends flags to ranks that go on, which roll the step back.

@@ -125,7 +125,7 @@ class Compressor(State[Array]):
     @property
     def arrived(self) -> Mapping[int, Rows]:
         """Latest measures of all ranks, by bucket ordinal; see `core.codec.measures`."""
-        return self._codec.arrived
+        return self._codec.measures.arrived
 
     def launch(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its exchange; the first bucket begins a new step."""
@@ -282,7 +282,7 @@ class Compressor(State[Array]):
         if self._meets is not None and self._sends != self._met:
             self._meet(self._meets, facts)
         if self.states_facts and self.plan.buckets:
-            self._codec.state_facts(self.plan.buckets[0].ordinal, facts)
+            self._codec.measures.state_facts(self.plan.buckets[0].ordinal, facts)
         level = self.ratio, self._adapts, self._next_exchange
         if level != self._level or self.place != self._place:
             self._turn_to(*level)

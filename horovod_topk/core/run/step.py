@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 from horovod_topk.core.codec.measures import HOST, own_measures, total_of
 from horovod_topk.core.codec.momentum import velocities_of
 from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.withheld import Limits
 from horovod_topk.core.exchange import BucketExchange, Exchange
 from horovod_topk.core.exchange.probe import Probe
 from horovod_topk.core.exchange.rounds import declared
@@ -38,13 +39,6 @@ from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
-HALF = 65504.0  # the largest float16
-# What has waited is sent up to a sixteenth of it: SGD's momentum buffer may have to hold the sum of
-# 1 / (1 - momentum) such gradients. Gradients of the step itself are as in dense training.
-WAITED = 16
-# What rounding leaves room for: QSGD with the norm "l2" may double a value, formats with a scale
-# may add 1/128.
-ROUNDED, NARROW = {"float32": 1.0, "": 0.5}, 63 / 64
 
 
 @dataclass(frozen=True)
@@ -139,7 +133,7 @@ class Step(Generic[Array]):
             self._told = numbers
             for ordinal, bucket in self._buckets.items():
                 own = numbers if ordinal == first else [0.0] * len(numbers)
-                self._codec.set_measures(bucket.plan, own)
+                self._codec.measures.set(bucket.plan, own)
 
     def begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its first collective. Writes no gradient and no residual.
@@ -157,17 +151,18 @@ class Step(Generic[Array]):
         bucket.committed_last, bucket.measurable = False, True
         if bucket.measures:
             self._tell(bucket, gradients)
+        squares: Sequence[Array | None] = ()
         if bucket.follower is not None:
             bucket.follower.begin(gradients)
-            self._codec.weigh(bucket.plan, bucket.follower.squares())
+            squares = bucket.follower.squares()
             if bucket.plan.tensor_measures:
-                self._codec.tell(bucket.plan, bucket.follower.message)
+                self._codec.measures.tell(bucket.plan, bucket.follower.message)
         if self.samples:
             bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
         own = None
         if bucket.velocity is not None:
             own = velocities_of(bucket.plan.config, bucket.velocity, self._ops)
-        bucket.exchange.send(gradients, f"{self.name}.{ordinal}", own)
+        bucket.exchange.send(gradients, f"{self.name}.{ordinal}", own, squares)
         self.sent.add(ordinal)
         timer.compressing += time.perf_counter() - timer.exposed - began
 
@@ -227,7 +222,7 @@ class Step(Generic[Array]):
         if self.probe is not None:
             self.probe.finish(ordinal, targets, gain)
         if bucket.follower is not None:
-            message = self._codec.told.pop(ordinal, None)
+            message = self._codec.measures.told.pop(ordinal, None)
             bucket.follower.finish(targets, gain, self._exchange.ranks, message)
         timer.decompressing += time.perf_counter() - timer.exposed - began
         return bucket.flags
@@ -335,8 +330,8 @@ class Step(Generic[Array]):
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         storage, ops = self._storage(plan), self._ops
-        if limits := largest_sent(plan, self._exchange):
-            self._codec.limit(plan, limits)
+        nodes: Any = self._exchange.owner.get("nodes", ())
+        self._codec.withholding.limit(plan, Limits.of(plan, self._exchange.ranks, len(nodes)))
         first = plan.gradients[0]
         followed = () if plan.follows is None else plan.follows.states(first)
         states = {name: own for name, own in storage.states.items() if name not in followed}
@@ -357,7 +352,7 @@ class Step(Generic[Array]):
         residuals = [each.residual for each in bucket.residuals]
         names = bucket.plan.config.needed_measures
         own = own_measures(names, gradients, residuals, number, self._ops)
-        self._codec.set_measures(bucket.plan, own)
+        self._codec.measures.set(bucket.plan, own)
 
     def _end(self, *, committed: bool) -> bool:
         finished = [self._buckets[ordinal] for ordinal in sorted(self.received)]
@@ -370,27 +365,5 @@ class Step(Generic[Array]):
                 for arenas in bucket.followed.values():
                     arenas.swap()
                 bucket.committed_last = True
-            if bucket.follower is not None:
-                self._codec.weigh(bucket.plan, ())
             bucket.flags = ()
         return bool(finished)
-
-
-def largest_sent(plan: BucketPlan, exchange: Exchange[Any]) -> dict[str, tuple[float, float]]:
-    """The largest magnitudes that ranks and owners send of float16 gradients: `PayloadCodec.limit`.
-
-    So exchanged gradients are finite where those of dense training are, and so is the optimizer's
-    momentum of what has waited. A rank's own gradient is sent whole. Empty: there is no limit, as
-    no gradient is float16, or no residual keeps the rest.
-    """
-    if not plan.config.error_feedback or all(t.spec.dtype != "float16" for t in plan.tensors):
-        return {}
-    most = HALF * ROUNDED.get(getattr(plan.config, "values", ""), NARROW)
-    nodes: Any = exchange.owner.get("nodes", ())
-    ranks, is_mean = exchange.ranks, plan.reduction == "average"
-    scales = {"direct": ranks, "gather": 1, "sums": max(1, len(nodes))}  # payloads added up
-    found = {}
-    for leg, count in scales.items():
-        share = most * (ranks if is_mean and leg != "gather" else 1) / count
-        found[leg] = share / WAITED, most if leg == "direct" else share
-    return found

@@ -172,8 +172,6 @@ class Arenas(Generic[Array]):
         residual, candidate: the arrays.
     """
 
-    is_narrow = False  # whether `widen` and `narrow` have to surround an encoding
-
     def __init__(self, plan: BucketPlan, residual: Array, candidate: Array) -> None:
         self.plan, self._verbs = plan, cast("Ops[Array] | None", None)
         self._residual, self._candidate = _Arena(residual), _Arena(candidate)
@@ -270,7 +268,6 @@ class NarrowArenas(Arenas[Array]):
         ops: operations on the arrays.
     """
 
-    is_narrow = True
     _residual: _Narrow[Array]
     _candidate: _Narrow[Array]
 
