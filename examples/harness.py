@@ -156,8 +156,9 @@ def process_sets(args: argparse.Namespace) -> str | None:
 
 def topk_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of TopKEF that the arguments give, for any framework."""
-    named = ("ratio", "values", "exchange", "momentum")
-    return {name: getattr(args, name) for name in named} | {"ratios": parse_ratios(args.ratios)}
+    own = parse_ratios(args.ratios)
+    named = {name: getattr(args, name) for name in ("values", "exchange", "momentum")}
+    return {"ratio": {"*": args.ratio, **dict(own)} if own else args.ratio, **named}
 
 
 def own_momentum(args: argparse.Namespace) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from numbers import Real
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from horovod_topk.errors import ConfigError, UnknownSettingError
 from horovod_topk.guard import Guard
-from horovod_topk.ratios import Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
+from horovod_topk.ratios import DENSE, Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
 from horovod_topk.schedules import Schedule
 
 RESIDUALS = ("float32", "bfloat16", "int8", "int4")  # values of `residuals`
@@ -22,7 +22,6 @@ OPTIONAL: dict[str, object] = {
     "warmup": None,
     "schedule": None,
     "guard": None,
-    "probe_every": None,
     "momentum": 0.0,
     "nesterov": False,
     "follow_lr": False,
@@ -36,9 +35,24 @@ DEFERRED: Mapping[str, tuple[str, ...]] = {
     "warmup": (AUTO,),
     "guard": (AUTO,),
 }  # setting -> values that are decided once the optimizer and the job are known
+OTHERS = "*"  # key of a mapping `ratio`: all tensors that no other key matches
+NESTEROV = "nesterov"  # beside a number for `momentum`
+FOLDED = {
+    "gather_ratio": "ratio",
+    "ratios": "ratio",
+    "indices": "values",
+    "nesterov": "momentum",
+}  # field of a method -> setting with which users give it
 REMOVED = {
     "velocity_kept": "A number for momentum= always masks the velocities of sent elements, and "
-    "momentum='auto', the default, adapts the optimizer's own steps: leave velocity_kept= out"
+    "momentum='auto', the default, adapts the optimizer's own steps: leave velocity_kept= out",
+    "gather_ratio": "Pass a pair, what ranks send and what owners send back: ratio=(0.01, 0.02)",
+    "ratios": "Pass a mapping, with '*' for all other tensors: "
+    "ratio={'head.*': 'dense', '*': 0.01}",
+    "indices": "Pass a pair, the format of values and that of indices: values=('int8', 'plain')",
+    "nesterov": "Pass a pair: momentum=(0.9, 'nesterov')",
+    "probe_every": "Call TopKEF.of(optimizer).probe(every=100) on every rank, in PyTorch",
+    "commit_dir": "Pass commit_dir= to the elastic state, as in TorchState(..., commit_dir=...)",
 }  # setting of older versions -> what to write instead
 
 
@@ -71,23 +85,19 @@ class Settings:
             `horovod_topk.guard.Guard`. "auto": `Guard()` in PyTorch, unless nothing is compressed;
             none in TensorFlow, where graphs take longer to build with each ratio level, and in
             elastic jobs. None: compression never ends.
-        probe_every: in PyTorch, one step in so many also exchanges a bucket dense, each bucket in
-            turn; `stats()` and `on_step` report the difference of the two results
-            (`core.exchange.probe`). None: off.
         momentum: "auto": SGD, Adam and AdamW keep their momentum, which then depends on how often
             an element arrives (`horovod_topk.updates.formulas`). A number: momentum correction
             (`core.codec.momentum`), which replaces the optimizer's own momentum: give the
             optimizer a momentum of 0. Exchanged gradients are velocities then, up to
-            1 / (1 - momentum) times larger: clip with `clip_norm`. 0: neither.
-        nesterov: whether a momentum that is a number is Nesterov's.
+            1 / (1 - momentum) times larger: clip with `clip_norm`. A pair (0.9, "nesterov"): the
+            same with Nesterov's momentum. 0: neither.
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
             (`core.state.learning_rates`). "auto": on if the learning rate is known.
-        ratios: a ratio for some tensors, instead of the method's. A mapping or a sequence of pairs.
-            A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a function of a
-            tensor's name and shape that returns a bool. A value is a ratio or "dense". The first
-            key that matches a tensor is used; a pattern that matches no tensor is an error. Tensors
-            below `min_numel` are sent whole in any case.
+        ratio: "dense" for some tensors, which are then sent whole and unrounded but for `values`: a
+            mapping such as {"head.*": "dense"}. A key is a pattern of tensor names as in `fnmatch`,
+            or a function of a tensor's name and shape that returns a bool. A pattern that matches
+            no tensor is an error.
         residuals: in PyTorch, the format in which residuals are stored between steps, owners' too:
             "float32" (float64 for float64 gradients), "bfloat16", or "int8" and "int4" with a scale
             for each block of 128 elements. Each step rounds the new residual once, to nearest, by
@@ -106,7 +116,6 @@ class Settings:
     warmup: int | Stretches | str | None = None  # steps with larger ratios; None: off
     schedule: Schedule | None = None  # decides the ratio of each step; None: off
     guard: Guard | None = None  # when to fall back to dense gradients; None: never
-    probe_every: int | None = None  # one step in so many compares a bucket with dense; None: off
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
     follow_lr: bool = False  # rescale residuals when the learning rate changes
@@ -122,8 +131,6 @@ class Settings:
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
         _check_schedule(self.schedule)
         _check_guard(self.guard)
-        if self.probe_every is not None:
-            check_whole("probe_every", self.probe_every, 1, 2**31, 100)
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_nesterov(self.nesterov, self.momentum)
         _check_follow_lr(self.follow_lr)
@@ -211,49 +218,137 @@ def reject_unknown(unknown: Iterable[str], known: Iterable[str], of: str = "TopK
     """Raise an error for the first keyword in `unknown`, and suggest the nearest of `known`.
 
     Raises:
-        UnknownSettingError: `unknown` is not empty.
+        ConfigError: it is a setting of older versions; the message has the new spelling.
+        UnknownSettingError: it was never one.
     """
     known = sorted(known)
     for keyword in unknown:
+        problem = f"{of} has no setting {keyword!r}"
+        if keyword in REMOVED:
+            raise ConfigError(problem, cure=REMOVED[keyword])
         near = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise UnknownSettingError(
-            f"{of} has no setting {keyword!r}",
-            cure=REMOVED.get(keyword, f"{hint}The settings are {', '.join(known)}"),
-        )
+        raise UnknownSettingError(problem, cure=f"{hint}The settings are {', '.join(known)}")
 
 
-def split_deferred(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Split settings into those of the method, and those that are decided by the optimizer.
+def settings_of(method: type[Settings]) -> dict[str, None]:
+    """Names of the settings with which users fill a method's fields."""
+    return dict.fromkeys(FOLDED.get(each.name, each.name) for each in fields(method))
+
+
+def fields_of(
+    method: type[Settings], settings: Mapping[str, Any], name: str = "TopKEF", *more: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Convert settings as users write them to fields of a method.
+
+    Args:
+        method: the method.
+        settings: the settings by name.
+        name: name of the compressor, for messages.
+        more: names of the compressor's settings that are not the method's.
+
+    Returns:
+        The fields, and the settings that are decided by the optimizer.
 
     Raises:
-        ConfigError: `nesterov` is set although the momentum is the optimizer's.
+        ConfigError, UnknownSettingError: a setting is not one of the method's, or two are given
+            that cannot be combined. The fields themselves are not checked.
     """
+    known = settings_of(method)
+    reject_unknown(settings.keys() - known, [*known, *more], name)
     deferred = {name: settings[name] for name in DEFERRED if _waits(settings, name)}
-    if "momentum" in deferred and settings.get("nesterov"):
-        raise ConfigError(
-            f"nesterov=True was given with momentum={deferred['momentum']!r}, with which the "
-            "momentum is the optimizer's, Nesterov's or not",
-            cure="Leave nesterov= out, and set it in the optimizer",
-        )
-    own = {k: v for k, v in settings.items() if k not in deferred and k != "nesterov"}
-    if "nesterov" in settings and "momentum" not in deferred:
-        own["nesterov"] = settings["nesterov"]
-    return own, deferred
+    names, found = {each.name for each in fields(method)}, dict[str, Any]()
+    for key in settings.keys() - deferred:
+        value = settings[key]
+        if key == "ratio":
+            found |= _ratio_fields(value, names, name)
+        elif key == "momentum" and is_pair(value):
+            found |= _nesterov_fields(*value)
+        elif key == "values" and is_pair(value) and "indices" in names:
+            found |= {"values": value[0], "indices": value[1]}
+        else:
+            found[key] = value
+    return found, deferred
 
 
-def check_settings(method: Callable[..., Settings], settings: Mapping[str, Any]) -> None:
+def written(given: Mapping[str, Any], config: Settings) -> dict[str, Any]:
+    """Convert fields of a method to settings as users write them: the inverse of `fields_of`.
+
+    Args:
+        given: the fields that are not the defaults.
+        config: the method with all its fields.
+    """
+    found: dict[str, Any] = {name: each for name, each in given.items() if name not in FOLDED}
+    if "gather_ratio" in given:
+        found["ratio"] = config.ratio, given["gather_ratio"]
+    if "ratios" in given:
+        others = {OTHERS: found["ratio"]} if "ratio" in found else {}
+        found["ratio"] = dict(given["ratios"]) | others
+    for name, beside in (("indices", "values"), ("nesterov", "momentum")):
+        if name in given:
+            second = NESTEROV if name == "nesterov" else given[name]
+            found[beside] = getattr(config, beside), second
+    return found
+
+
+def check_settings(
+    method: type[Settings], settings: Mapping[str, Any], name: str = "TopKEF"
+) -> None:
     """Refuse settings that are invalid with every optimizer.
 
     Raises:
-        ConfigError: as the method, and `split_deferred`.
+        ConfigError, UnknownSettingError: as the method, and `fields_of`.
     """
-    method(**split_deferred(settings)[0])
+    method(**fields_of(method, settings, name)[0])
 
 
 def _waits(settings: Mapping[str, Any], name: str) -> bool:
     value = settings.get(name)
     return isinstance(value, str) and value in DEFERRED[name]
+
+
+def is_pair(value: object) -> bool:
+    """Whether the value of a setting is a tuple or list of two."""
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _ratio_fields(value: Any, names: Collection[str], method: str) -> dict[str, Any]:
+    """Fields of a method of these fields' names that are given by `ratio`."""
+    if isinstance(value, Mapping):
+        rules = checked_rules({key: each for key, each in value.items() if key != OTHERS})
+        if OTHERS not in value:
+            return {"ratios": rules}
+        others = 1.0 if value[OTHERS] == DENSE else value[OTHERS]
+        return {"ratios": rules} | _ratio_fields(others, names, method)
+    if "ratio" not in names:
+        raise ConfigError(
+            f"ratio={value!r} was given to {method}, which has no ratio for all tensors",
+            cure="Pass a mapping of the tensors that are sent dense, such as "
+            "ratio={'head.*': 'dense'}, or leave ratio= out",
+        )
+    if not is_pair(value):
+        return {"ratio": value}
+    if "gather_ratio" not in names:
+        raise ConfigError(
+            f"ratio={value!r} was given to {method}, in which owners send back what they have got",
+            cure=f"Pass one number, such as ratio={value[0]!r}",
+        )
+    return {"ratio": value[0], "gather_ratio": value[1]}
+
+
+def _nesterov_fields(momentum: object, kind: object) -> dict[str, Any]:
+    if kind != NESTEROV:
+        raise ConfigError(
+            f"momentum={(momentum, kind)!r} is no pair of a number and {NESTEROV!r}",
+            cure="Pass momentum=(0.9, 'nesterov'), or a number alone",
+        )
+    if isinstance(momentum, str) and momentum in DEFERRED["momentum"]:
+        raise ConfigError(
+            f"momentum={(momentum, kind)!r} was given, and with {momentum!r} the momentum is the "
+            "optimizer's, Nesterov's or not",
+            cure=f"Pass momentum={momentum!r}, and set nesterov=True in the optimizer",
+        )
+    return {"momentum": momentum, "nesterov": True}
 
 
 def check_flag(setting: str, value: object) -> None:
@@ -363,11 +458,11 @@ def _checked_momentum(momentum: object, exchange: str) -> float:
     return float(momentum)  # type: ignore[arg-type]
 
 
-def _check_nesterov(nesterov: object, momentum: float) -> None:
-    if type(nesterov) is not bool or (nesterov and not momentum):
+def _check_nesterov(nesterov: bool, momentum: float) -> None:
+    if nesterov and not momentum:
         raise ConfigError(
-            f"nesterov={nesterov!r} was given with momentum={momentum}",
-            cure="Pass nesterov=True with a momentum above 0, or nesterov=False",
+            f"momentum=({momentum}, {NESTEROV!r}) is Nesterov's form of no momentum",
+            cure="Pass momentum=(0.9, 'nesterov'), or momentum=0",
         )
 
 

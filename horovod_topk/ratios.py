@@ -1,4 +1,4 @@
-"""Ratios for some tensors: the setting `ratios`, checked, and resolved to tensor names.
+"""Ratios for some tensors: the setting `ratio` as a mapping, checked, and resolved to tensor names.
 
 A rule is a pattern of tensor names, or a function of a tensor's name and shape, and a ratio. The
 first rule that matches a tensor is used. A plan resolves rules to one ratio for each tensor name:
@@ -51,7 +51,7 @@ class Predicate:
         answer = self.function(name, shape)
         if type(answer) is not bool:
             raise ConfigError(
-                f"ratios: {self} said {answer!r} of shape {list(shape)}, which is neither True nor "
+                f"ratio: {self} said {answer!r} of shape {list(shape)}, which is neither True nor "
                 "False",
                 tensor=name,
                 cure="Let it return bool(...) of what it found",
@@ -143,9 +143,9 @@ def checked_rules(asked: object) -> Rules | None:
     if isinstance(pairs, Sequence) and not isinstance(pairs, str) and all(map(_is_pair, pairs)):
         return tuple(_checked_rule(*pair) for pair in pairs) or None
     raise ConfigError(
-        f"ratios={asked!r} is neither a mapping nor pairs (pattern, ratio)",
+        f"ratio={asked!r} is neither a mapping nor pairs (pattern, ratio)",
         cure="Pass a ratio for each pattern of names, such as "
-        "ratios={'embedding.*': 0.001, 'head.*': 'dense'}, or pairs of these, or None",
+        "ratio={'embedding.*': 0.001, 'head.*': 'dense'}",
     )
 
 
@@ -177,17 +177,17 @@ def _checked_rule(pattern: object, ratio: object) -> tuple[str | Predicate, floa
     if not isinstance(pattern, str | Predicate):
         if not callable(pattern):
             raise ConfigError(
-                f"ratios: {pattern!r} is neither a pattern of names nor a predicate",
+                f"ratio: {pattern!r} is neither a pattern of names nor a predicate",
                 cure="Pass a string such as 'head.*', or a function of a tensor's name and shape "
                 "such as lambda name, shape: len(shape) == 1",
             )
         pattern = Predicate(pattern)
     if isinstance(ratio, str) and ratio != DENSE:
         raise ConfigError(
-            f"ratios[{pattern!r}]={ratio!r} is neither a number nor 'dense'",
+            f"ratio[{pattern!r}]={ratio!r} is neither a number nor 'dense'",
             cure="Pass a float in (0, 1], or 'dense' to send all elements",
         )
-    return pattern, checked_ratio(1.0 if ratio == DENSE else ratio, f"ratios[{pattern!r}]")
+    return pattern, checked_ratio(1.0 if ratio == DENSE else ratio, f"ratio[{pattern!r}]")
 
 
 def _first(rules: Rules, name: str, shape: Shape) -> float | None:
@@ -210,13 +210,13 @@ def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
         if not matched:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise ConfigError(
-                f"ratios: the pattern {pattern!r} matches none of {len(names)} tensors",
+                f"ratio: the pattern {pattern!r} matches none of {len(names)} tensors",
                 cure=f"Pass one that does, of names such as {', '.join(map(repr, near))}; * stands "
                 "for any characters, dots and slashes too",
             )
         if matched <= taken:
             raise ConfigError(
-                f"ratios: all that the pattern {pattern!r} matches, {min(matched)!r} for one, an "
+                f"ratio: all that the pattern {pattern!r} matches, {min(matched)!r} for one, an "
                 "earlier pattern matches too, and the first wins",
                 cure="Pass it before that one, or leave it out",
             )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from horovod_topk.config import split_deferred
+from horovod_topk.config import fields_of
 from horovod_topk.core.run.substitute import Substitute
 from horovod_topk.cost.machine import DEVICES
 from horovod_topk.methods import METHODS, Method
@@ -228,5 +228,5 @@ def method_of(asked: Substitute) -> Method:
     if asked.is_horovods:
         raise ValueError(f"--compressor {asked}: the table has it, as allreduce")
     method = METHODS[asked.name]
-    settings, _ = split_deferred({**method.for_training, **asked.settings})
-    return method(**settings)
+    settings = {**method.for_training, **asked.settings}
+    return method(**fields_of(method, settings, asked.name)[0])

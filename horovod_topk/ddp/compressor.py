@@ -124,14 +124,6 @@ class Compressor(TrainingCompressor):
         own = inspect.signature(cls)
         cls.__signature__ = _Signature([*own.parameters.values()])  # type: ignore[attr-defined]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.commit_dir is not None:
-            raise ConfigError(
-                "commit_dir= is for Horovod's elastic jobs",
-                cure="Save residuals with horovod_topk.checkpoint; torchrun restarts all ranks",
-            )
-
     @on_class_too
     def attach(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None

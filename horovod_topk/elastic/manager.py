@@ -123,7 +123,8 @@ class Manager:
     ) -> None:
         self._states, self._talk, self._name = states, talk, name
         self._forget = forget
-        self._store = None if commit_dir is None else ResidualStore(Path(commit_dir), name)
+        self._store: ResidualStore | None = None
+        self.store_in(commit_dir)
         self._member, self._job = uuid.uuid4().bytes, bytes(16)
         self.units = 0  # number of ranks that the residual is scaled for; 0: not joined yet
         self.clock: Clock = Clock(0)  # at the last `reconcile`
@@ -134,6 +135,11 @@ class Manager:
         self._saved: _Commit | None = None
         self._lost, self._lost_norm = 0, 0.0
         _LIVE.add(self)
+
+    def store_in(self, commit_dir: str | os.PathLike[str] | None) -> None:
+        """Write later commits to a folder; None: write none."""
+        folder = None if commit_dir is None else Path(commit_dir)
+        self._store = None if folder is None else ResidualStore(folder, self._name)
 
     # Called by Horovod's elastic states.
 

@@ -224,7 +224,7 @@ class Method(Settings):
             if ratio != 1.0:
                 raise ConfigError(
                     f"the ratio {ratio!r} was asked of {name}, which has none",
-                    cure="Pass 'dense' in ratios= and 1.0 in warmup=, or use TopKEF or RandomK",
+                    cure="Pass 'dense' in ratio= and 1.0 in warmup=, or use TopKEF or RandomK",
                 )
 
     @property

@@ -72,8 +72,7 @@ class Threshold(Codec):
         relative: whether `threshold` is a multiple. The scale of gradients then has no effect, and
             at most a share 1 / threshold^2 of a tensor is above the threshold.
         max_ratio: largest share of each tensor's elements that is sent in a step, in (0, 1].
-        values: format in which values are sent, as in `TopKEF`.
-        indices: format in which indices are sent, as in `TopKEF`.
+        values: format in which values are sent, or a pair with that of indices, as in `TopKEF`.
 
     Source: Strom 2015 (Scalable Distributed DNN Training Using Commodity GPU Cloud Computing);
     Sahu et al. 2021 (Rethinking Gradient Sparsification as Total Error Minimization).

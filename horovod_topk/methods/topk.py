@@ -121,15 +121,20 @@ class TopK(Codec):
     rank, as a residual, and is added to the next gradient.
 
     Args:
-        ratio: share of each tensor's elements that a rank sends in a step, in (0, 1].
+        ratio: share of each tensor's elements that a rank sends in a step, in (0, 1]. With the
+            exchange "sharded", a pair: what a rank sends, and the share of a shard's elements that
+            its owner sends back. A mapping gives some tensors another ratio, such as
+            {"head.*": "dense", "*": 0.01}. Its keys are patterns of tensor names as in `fnmatch`,
+            or functions of a tensor's name and shape that return a bool; its values are ratios or
+            "dense". The first key that matches a tensor is used, and "*" for tensors that no other
+            key matches. A pattern that matches no tensor is an error. Tensors below `min_numel` are
+            sent whole in any case.
         values: format in which values are sent: "float32" (float64 for float64 gradients),
             "float16", "bfloat16", "int8", "int4" or "sign". The rounding error stays in the
             residual. With "sign" it is so large that training may diverge (docs/frontier.md).
-            "auto": "int4", and "float32" at ratio 1.
-        indices: format in which indices are sent: "packed" (compressed), "plain" (16 or 32 bits
-            each), or "auto": plain on accelerators, packed elsewhere.
-        gather_ratio: for the exchange "sharded", the share of a shard's elements that its owner
-            sends back, in (0, 1]. None: the same as `ratio`.
+            "auto": "int4", and "float32" at ratio 1. A pair, such as ("int8", "plain"), also has
+            the format of indices: "packed" (compressed), "plain" (16 or 32 bits each), or "auto",
+            which is plain on accelerators and packed elsewhere.
         selection: how the largest elements are found: "exact", or "sampled", which estimates a
             threshold from a sample and is faster.
 
@@ -152,7 +157,7 @@ class TopK(Codec):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", checked_ratio(self.ratio))
         if self.gather_ratio is not None:
-            back = checked_ratio(self.gather_ratio, "gather_ratio")
+            back = checked_ratio(self.gather_ratio, "ratio[1]")
             object.__setattr__(self, "gather_ratio", back)
         if self.warmup == AUTO:
             more = min(MOST_EARLY, EARLY * self.ratio)
@@ -161,10 +166,10 @@ class TopK(Codec):
         if self.values == AUTO:
             object.__setattr__(self, "values", "float32" if self.ratio == 1.0 else "int4")
         check_choice("values", self.values, VALUES)
-        check_choice("indices", self.indices, INDICES)
+        check_choice("values[1]", self.indices, INDICES)
         check_choice("selection", self.selection, SELECTIONS)
         super().__post_init__()
-        _check_gather_ratio(self.gather_ratio, self.exchange)
+        _check_gather_ratio(self.ratio, self.gather_ratio, self.exchange)
 
     @property
     def ratio_back(self) -> float:
@@ -349,10 +354,10 @@ class Presets:
         )
 
 
-def _check_gather_ratio(gather_ratio: float | None, exchange: str) -> None:
+def _check_gather_ratio(ratio: float, gather_ratio: float | None, exchange: str) -> None:
     if gather_ratio is not None and exchange not in ("sharded", "auto"):
         raise ConfigError(
-            f"gather_ratio={gather_ratio} was given with exchange={exchange!r}, in which no owner "
-            "selects what it sends back",
-            cure="Pass gather_ratio with exchange='sharded' or 'auto', or leave it out",
+            f"ratio={(ratio, gather_ratio)} was given with exchange={exchange!r}, in which no "
+            "owner selects what it sends back",
+            cure=f"Pass ratio={ratio} alone, or exchange='sharded' or 'auto'",
         )

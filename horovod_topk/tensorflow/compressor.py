@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -48,9 +49,6 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
     With a tape, the optimizer is not known: `momentum` has to be a number, and `follow_lr` is off.
 
     Args:
-        commit_dir: for elastic jobs, a folder that all ranks can read. Each commit writes this
-            rank's residuals there, so that another rank can take them over if this one is lost
-            (`horovod_topk.tensorflow.elastic`).
         grad_scaler: for tapes only, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
             the loss. Residuals are then kept without the scale, so that they stay right when the
             scale changes. A distributed optimizer finds its loss scale by itself.
@@ -226,17 +224,18 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
                     state.load_state_dict(self._waiting.pop(0))
         return state
 
-    def keep(self, name: str) -> Manager:
+    def keep(self, name: str, commit_dir: str | os.PathLike[str] | None) -> Manager:
         """Keep residuals through an elastic job; called by `horovod_topk.tensorflow.elastic`.
 
         Args:
             name: name of the manager's collectives, the same on all ranks.
+            commit_dir: see `horovod_topk.tensorflow.elastic.TensorFlowState`.
         """
         self._manager = Manager(
             self._living_states,
             HorovodTalk(),
             name,
-            commit_dir=self.commit_dir,
+            commit_dir,
             forget=lambda: self._waiting.clear(),
         )
         for state in self._living_states():

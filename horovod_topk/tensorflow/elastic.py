@@ -5,7 +5,7 @@
 
     topk = TopKEF(ratio=0.01)
     variables = [*model.variables, *optimizer.variables]
-    state = TensorFlowState(variables, compression=topk, batch=0)
+    state = TensorFlowState(variables, compression=topk, commit_dir="/shared/run", batch=0)
 
     @run
     def train(state): ...
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -49,20 +50,28 @@ class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod 
     Args:
         variables: variables of the model and the optimizer, of TensorFlow or Keras.
         compression: the TopKEF instance that exchanges the gradients.
+        commit_dir: a folder that all ranks can read. Each commit writes this rank's residuals
+            there, so that another rank can take them over if this one is lost. None: no files.
         kwargs: plain attributes; all ranks take rank 0's values when ranks have changed.
 
     Raises:
         ConfigError: `compression` is not a TopKEF instance.
     """
 
-    def __init__(self, variables: Sequence[Any], compression: Compressor, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        compression: Compressor,
+        commit_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not isinstance(compression, Compressor):
             raise ConfigError(
                 f"compression={compression!r} is no TopKEF instance",
                 cure="Make one, topk = TopKEF(), and give it to the optimizer or tape and here",
             )
         self.variables = [unwrap(variable) for variable in variables]
-        self._manager = compression.keep(free_name(compression.config.name))
+        self._manager = compression.keep(free_name(compression.config.name), commit_dir)
         self._save_variables()
         self._manager.save()
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)

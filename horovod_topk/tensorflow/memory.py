@@ -74,7 +74,7 @@ def _check_not_made_again(config: Method, before: Method) -> None:
     predicate = made_again(config.ratios, before.ratios)
     if predicate is not None and replace(config, ratios=before.ratios) == before:
         raise ConfigError(
-            f"ratios: {predicate} was made again for variables that have a residual, and refers to "
+            f"ratio: {predicate} was made again for variables that have a residual, and refers to "
             "what cannot be compared, such as a list: what is owed would be forgotten each time",
             cure="Build TopKEF(...) once, before the first step, or have the predicate refer to a "
             "tuple or frozenset instead",

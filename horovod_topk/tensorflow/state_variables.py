@@ -180,11 +180,6 @@ class VariableState(State[Array]):
         collective: Collective[Array],
         follows: Follows | None = None,
     ) -> None:
-        if config.probe_every is not None:
-            raise ConfigError(
-                f"probe_every={config.probe_every} was given, and TensorFlow has no probe",
-                cure="Leave probe_every= out, or probe in PyTorch",
-            )
         if config.residuals != "float32":
             raise ConfigError(
                 f"residuals={config.residuals!r} was given, and TensorFlow keeps residuals in "

@@ -30,9 +30,6 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
     float64 for float64 gradients.
 
     Args:
-        commit_dir: for elastic jobs, a folder that all ranks can read. Each commit writes this
-            rank's residuals there, so that another rank can take them over if this one is lost
-            (`horovod_topk.torch.elastic`).
         grad_scaler: the `torch.amp.GradScaler` that scales the loss, if there is one. Residuals are
             then kept without the scale, so that they stay right when the scale changes.
 
@@ -117,7 +114,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         Args:
             name: name of the manager's collectives, the same on all ranks.
         """
-        self._manager = Manager(self._living_states, HorovodTalk(), name, self.commit_dir)
+        self._manager = Manager(self._living_states, HorovodTalk(), name)
         for state in self._living_states():
             state.keep_with(self._manager)
         return self._manager

@@ -5,7 +5,9 @@
 
     topk = TopKEF(ratio=0.01)
     optimizer = hvd.DistributedOptimizer(optimizer, ..., compression=topk)
-    state = TorchState(model=model, optimizer=optimizer, compression=topk, epoch=0)
+    state = TorchState(
+        model=model, optimizer=optimizer, compression=topk, commit_dir="/shared/run", epoch=0
+    )
 
 Pass the TopKEF instance, not the class. Horovod's own `hvd.elastic.TorchState` accepts it too. The
 `TorchState` of this module also keeps the residuals of a rank whose host is removed after a
@@ -17,6 +19,7 @@ Importing this module adds `TopKEF` to Horovod's registry of handlers for elasti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +74,8 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
 
     Args:
         args: see `hvd.elastic.TorchState`.
+        commit_dir: a folder that all ranks can read. Each commit writes this rank's residuals
+            there, so that another rank can take them over if this one is lost. None: no files.
         kwargs: see `hvd.elastic.TorchState`; among them the `TopKEF` instance, under any name.
 
     Raises:
@@ -78,7 +83,9 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
             scheduler, of which `sync()` would give all ranks but the first a copy.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, commit_dir: str | os.PathLike[str] | None = None, **kwargs: Any
+    ) -> None:
         for name, value in kwargs.items():
             if isinstance(value, type) and issubclass(value, Compressor):
                 raise ConfigError(
@@ -93,6 +100,8 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
                     "docs/elastic.md shows",
                 )
         super().__init__(*args, **kwargs)
+        for manager in self._managers():
+            manager.store_in(commit_dir)
 
     def sync(self) -> None:
         """Take rank 0's model and attributes, rescale residuals together, and commit.

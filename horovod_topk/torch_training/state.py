@@ -19,7 +19,6 @@ from torch import Tensor
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.agreement import agree
 from horovod_topk.core.exchange.membership import check_elastic, elastic
-from horovod_topk.core.exchange.probe import Probe
 from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.run.attached import Attached
@@ -125,8 +124,6 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         self._compressor = self._state = Compressor(
             plan, ops, PayloadCodec(ops), exchange, name, collective.timer, follow
         )
-        if config.probe_every is not None:
-            self._compressor.step.probe = Probe(config.probe_every, collective, ops, name)
         self._compressor.rates = followed(optimizer, config, self._names)
         self._compressor.frozen = self._frozen
         self._reduction = plan.reduction

@@ -59,7 +59,6 @@ def main() -> None:
         momentum=0,
         follow_lr=False,
         warmup=None,
-        commit_dir=args.folder / "commits",
     )
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -100,7 +99,8 @@ def main() -> None:
                 notes.add("commit", step=state.step, weights=weights(), owed=owed())
                 state.commit()
 
-    train(TorchState(model=model, optimizer=optimizer, compression=topk, step=0))
+    held = {"model": model, "optimizer": optimizer, "compression": topk, "step": 0}
+    train(TorchState(commit_dir=args.folder / "commits", **held))
     images, labels = pytorch_digits.digits("held-out")
     with torch.no_grad():
         accuracy = (model(images).argmax(dim=1) == labels).double().mean().item()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk.cli.machine import machine
+from horovod_topk.config import fields_of
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.rounds import ReducedBucket, declared, state_plan
 from horovod_topk.core.exchange.sharded import ShardedExchange
@@ -61,7 +62,8 @@ CALLS = (
 def method_of(call: str) -> Method:
     """The method of a compressor's call, without momentum correction."""
     asked = parse(call)
-    return METHODS[asked.name](**asked.settings)
+    method = METHODS[asked.name]
+    return method(**fields_of(method, asked.settings, asked.name)[0])
 
 
 @dataclass(frozen=True)

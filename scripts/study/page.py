@@ -84,7 +84,7 @@ def alike(study: Study, times: str, cases: str) -> str:
     kinds: dict[tuple[str, str], dict[str, Row]] = {}
     for title in titles:
         for row in study.rows(title).values():
-            if goal <= row.reduction <= 1.06 * goal and "gather_ratio" not in row.asked.settings:
+            if goal <= row.reduction <= 1.06 * goal and _has_one_ratio(row):
                 best = kinds.setdefault(_kind(row), {})
                 if title not in best or row.reduction < best[title].reduction:
                     best[title] = row
@@ -98,6 +98,10 @@ def alike(study: Study, times: str, cases: str) -> str:
         ]
         rows.append([way, values, *cells])
     return table(["exchange", "values", *titles], rows)
+
+
+def _has_one_ratio(row: Row) -> bool:
+    return isinstance(row.asked.settings["ratio"], float)
 
 
 def _kind(row: Row) -> tuple[str, str]:

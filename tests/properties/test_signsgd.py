@@ -79,9 +79,9 @@ def test_it_has_no_other_levels() -> None:
     with pytest.raises(ConfigError, match=r"ratio 0\.1 was asked of SignSGD"):
         SignSGD(warmup=((10, 0.1),))
     with pytest.raises(ConfigError, match=r"ratio 0\.1 was asked of SignSGD, which has none"):
-        SignSGD(ratios={"w": 0.1})
+        SignSGD(ratios=(("w", 0.1),))
     with pytest.raises(ConfigError, match=r"ratio 0\.5 was asked of SignSGD"):
         SignSGD(warmup=((10, 0.5),))
     with pytest.raises(ConfigError, match="warmup=10 was given to SignSGD"):
         SignSGD(warmup=10)
-    SignSGD(ratios={"w": "dense"}, warmup=((10, 1.0),))
+    SignSGD(ratios=(("w", 1.0),), warmup=((10, 1.0),))

@@ -178,7 +178,7 @@ def test_it_has_at_most_eight_levels() -> None:
         {"max_ratio": 0.0},
         {"max_ratio": 1.5},
         {"values": "int3"},
-        {"indices": "none"},
+        {"values": "int8", "indices": "none"},
         {"schedule": 3},
     ],
     ids=str,

@@ -318,7 +318,7 @@ def test_the_most_ranks_have_a_table(local_size: int, capsys: pytest.CaptureFixt
         (["--local-size", "129"], "--local-size 129: give 128 ranks a node at most"),
         (["--ratio", "nan"], "ratio=nan lies outside (0, 1]"),
         (["--ratio", "inf"], "ratio=inf lies outside (0, 1]"),
-        (["--gather-ratio", "0"], "gather_ratio=0.0 lies outside (0, 1]"),
+        (["--gather-ratio", "0"], "ratio[1]=0.0 lies outside (0, 1]"),
         (["--min-numel", "-1"], "min_numel=-1"),
         (["--ratios", "*=nan"], "nan"),
     ],

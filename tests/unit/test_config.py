@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from oracle.schedules import ByGradient
 
-from horovod_topk.config import OPTIONAL, reject_unknown
+from horovod_topk.config import OPTIONAL, check_settings, fields_of, reject_unknown, settings_of
 from horovod_topk.errors import ConfigError, TopKError, UnknownSettingError
 from horovod_topk.guard import Guard
+from horovod_topk.methods import QSGD, Method, RandomK
 from horovod_topk.methods.topk import TopK
 
 
@@ -36,7 +37,6 @@ def test_the_defaults() -> None:
         "warmup": None,
         "schedule": None,
         "guard": None,
-        "probe_every": None,
         "momentum": 0.0,
         "nesterov": False,
         "follow_lr": False,
@@ -72,11 +72,7 @@ def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopK)]
     optional = {"momentum": 0.5, "nesterov": True, "follow_lr": True, "residuals": "int8"}
     optional |= {"ratios": (("w", 1.0),)}
-    optional |= {
-        "guard": Guard(),
-        "schedule": ByGradient(),
-        "probe_every": 9,
-    }
+    optional |= {"guard": Guard(), "schedule": ByGradient()}
     everything = TopK(clip_norm=1.0, warmup=100, **optional)
     assert list(everything.agreed()) == names
 
@@ -118,8 +114,8 @@ def test_ratios_that_are_no_numbers(ratio: object) -> None:
 @pytest.mark.parametrize("exchange", ["allgather", "hierarchical"])
 def test_a_ratio_back_needs_owners_who_select(exchange: str) -> None:
     message = refusal(exchange=exchange, gather_ratio=0.1)
-    assert message.startswith(f"gather_ratio=0.1 was given with exchange={exchange!r}, in which no")
-    assert "Pass gather_ratio with exchange='sharded' or 'auto', or leave it out" in message
+    assert message.startswith(f"ratio=(0.02, 0.1) was given with exchange={exchange!r}, in which ")
+    assert "Pass ratio=0.02 alone, or exchange='sharded' or 'auto'" in message
     for other in ("sharded", "auto"):
         assert TopK(exchange=other, gather_ratio=0.1).ratio_back == 0.1
 
@@ -135,7 +131,6 @@ KINDS = "'float32', 'float16', 'bfloat16', 'int8', 'int4', 'sign'"
         ("values", "bf16loat", "bfloat16", KINDS),
         ("values", "int-8", "int8", KINDS),
         ("values", "signs", "sign", KINDS),
-        ("indices", "pakced", "packed", "'auto', 'packed', 'plain'"),
         ("exchange", "all_gather", "allgather", "'allgather', 'sharded', 'hierarchical', 'auto'"),
         ("selection", "exakt", "exact", "'exact', 'sampled'"),
     ],
@@ -148,7 +143,7 @@ def test_a_misspelt_choice_suggests_the_nearest(
     assert f"Did you mean {nearest!r}? Pass one of {choices}." in message
 
 
-@pytest.mark.parametrize("setting", ["values", "indices", "exchange", "selection"])
+@pytest.mark.parametrize("setting", ["values", "exchange", "selection"])
 @pytest.mark.parametrize("value", [None, 32, "", ["float32"]])
 def test_choices_that_are_not_near_anything(setting: str, value: object) -> None:
     message = refusal(**{setting: value})
@@ -188,17 +183,94 @@ def test_names_that_are_no_names(name: object) -> None:
         ("value", "values"),
         ("min_elements", "min_numel"),
         ("exchnage", "exchange"),
-        ("index", "indices"),
     ],
 )
 def test_an_unknown_keyword_suggests_the_nearest(keyword: str, nearest: str) -> None:
     with pytest.raises(UnknownSettingError) as caught:
-        reject_unknown([keyword], TopK.__dataclass_fields__)
+        fields_of(TopK, {keyword: 1})
     message = str(caught.value)
     assert message.startswith(f"TopKEF has no setting {keyword!r}. Did you mean {nearest!r}? ")
-    settings = ", ".join(sorted(TopK.__dataclass_fields__))
+    settings = ", ".join(sorted(settings_of(TopK)))
     assert f"The settings are {settings}." in message
     assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("gather_ratio", "ratio=(0.01, 0.02)"),
+        ("ratios", "ratio={'head.*': 'dense', '*': 0.01}"),
+        ("indices", "values=('int8', 'plain')"),
+        ("nesterov", "momentum=(0.9, 'nesterov')"),
+        ("probe_every", "TopKEF.of(optimizer).probe(every=100)"),
+        ("commit_dir", "TorchState(..., commit_dir=...)"),
+        ("velocity_kept", "leave velocity_kept= out"),
+    ],
+)
+def test_an_old_spelling_says_the_new_one(old: str, new: str) -> None:
+    assert new in refused(old, 1)
+
+
+def refused(name: str, value: object, method: type[Method] = TopK) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_settings(method, {name: value}, method.__name__)
+    return str(caught.value)
+
+
+def fields_given(name: str, value: object, **others: Any) -> dict[str, Any]:
+    return fields_of(TopK, {name: value, **others})[0]
+
+
+def test_one_setting_fills_several_fields() -> None:
+    assert fields_given("ratio", (0.1, 0.2)) == {"ratio": 0.1, "gather_ratio": 0.2}
+    rules = {"head.*": "dense", "body.*": 0.5}
+    known = (("head.*", 1.0), ("body.*", 0.5))
+    assert fields_given("ratio", rules) == {"ratios": known}
+    assert fields_given("ratio", rules | {"*": 0.1}) == {"ratios": known, "ratio": 0.1}
+    both = {"ratios": None, "ratio": 0.1, "gather_ratio": 0.2}
+    assert fields_given("ratio", {"*": (0.1, 0.2)}) == both
+    assert fields_given("ratio", {"*": "dense"}) == {"ratios": None, "ratio": 1.0}
+    assert fields_given("values", ["int8", "plain"]) == {"values": "int8", "indices": "plain"}
+    nesterovs = {"momentum": 0.9, "nesterov": True}
+    assert fields_given("momentum", (0.9, "nesterov")) == nesterovs
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ratio", (0.1, 2), "ratio[1]=2 is above 1"),
+        ("ratio", (0.1, 0.2), "ratio=(0.1, 0.2) was given with exchange='allgather'"),
+        (
+            "values",
+            ("int8", "pakced"),
+            "values[1]='pakced' is not one of the choices. Did you mean",
+        ),
+        (
+            "momentum",
+            (0.9, "heavy"),
+            "momentum=(0.9, 'heavy') is no pair of a number and 'nesterov'",
+        ),
+        (
+            "momentum",
+            (0, "nesterov"),
+            "momentum=(0.0, 'nesterov') is Nesterov's form of no momentum",
+        ),
+        ("momentum", ("auto", "nesterov"), "and set nesterov=True in the optimizer"),
+    ],
+)
+def test_pairs_that_are_none(name: str, value: object, message: str) -> None:
+    assert message in refused(name, value)
+
+
+def test_a_ratio_that_the_method_has_not() -> None:
+    assert "was given to QSGD, which has no ratio for all tensors" in refused("ratio", 0.1, QSGD)
+    check_settings(QSGD, {"ratio": {"head.*": "dense"}})
+    message = refused("ratio", (0.1, 0.2), RandomK)
+    assert message.endswith("Pass one number, such as ratio=0.1.")
+
+
+def test_users_see_fourteen_settings() -> None:
+    assert len(settings_of(TopK)) == 13  # and grad_scaler
 
 
 def test_a_keyword_like_no_other_gets_the_list() -> None:

@@ -29,7 +29,7 @@ def test_a_copy_has_the_settings_and_no_optimizer(
     pytest.importorskip(framework)
     pytest.importorskip(f"horovod.{framework}")
     module = pytest.importorskip(f"horovod_topk.{framework}")
-    made = module.TopKEF(0.02, values="int8", warmup=5, ratios={"head.*": "dense"}, name="x")
+    made = module.TopKEF({"head.*": "dense", "*": 0.02}, values="int8", warmup=5, name="x")
     again = copied(made)
     assert type(again) is type(made)
     assert again.config == made.config
@@ -75,7 +75,7 @@ class Deeper:
 def test_rules_that_are_functions_are_copied_with_equal_settings(
     way: Callable[[Any], Any], rule: Any
 ) -> None:
-    made = ddp.TopKEF(ratios={rule: 0.02, "head.*": "dense"})
+    made = ddp.TopKEF(ratio={rule: 0.02, "head.*": "dense"})
     assert way(made).config == made.config
     assert hash(way(made).config) == hash(made.config)
 
@@ -86,10 +86,13 @@ def test_rules_that_are_functions_are_copied_with_equal_settings(
         "TopKEF()",
         "TopKEF(ratio=0.01)",
         "TopKEF(ratio=1.0)",
-        "TopKEF(values='int8', warmup=((500, 0.25), (1000, 0.05)), momentum=0.9, nesterov=True)",
+        "TopKEF(values='int8', warmup=((500, 0.25), (1000, 0.05)), momentum=(0.9, 'nesterov'))",
         "TopKEF(warmup=None, guard=Guard(nonfinite=5))",
         "TopKEF(guard=None, momentum=0.0, follow_lr=True)",
-        "TopKEF(ratios={'head.*': 1.0, is_convolution: 0.02})",
+        "TopKEF(ratio={'head.*': 1.0, is_convolution: 0.02})",
+        "TopKEF(ratio={is_convolution: 0.5, '*': (0.1, 0.2)}, exchange='sharded')",
+        "TopKEF(values=('int8', 'plain'))",
+        "QSGD(bits=2, momentum='auto', ratio={'head.*': 1.0})",
         "TopKEF(schedule=Accordion(critical=0.2))",
         "QSGD(bits=2)",
         "PowerSGD(rank=2, exchange='allreduce')",

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import horovod_topk.ddp
 from horovod_topk.ddp import TopKEF
-from horovod_topk.errors import ConfigError
 
 
 @pytest.fixture
@@ -47,11 +46,6 @@ def test_one_rank_compresses_nothing_and_steps_as_without(model: Any) -> None:
     assert TopKEF.of(model).state_dict() == {}
     TopKEF().attach(model, torch.optim.AdamW(model.parameters()))  # in the place of the first
     assert not TopKEF.of(model).active
-
-
-def test_a_setting_of_horovods_elastic_jobs() -> None:
-    with pytest.raises(ConfigError, match=r"commit_dir= is for Horovod.*torchrun restarts"):
-        TopKEF(commit_dir="/somewhere")
 
 
 def test_the_adapter_is_small() -> None:

@@ -9,8 +9,9 @@ import pickle
 import pytest
 
 from horovod_topk import errors
-from horovod_topk.config import split_deferred
-from horovod_topk.errors import ConfigError, TopKError, UnknownSettingError
+from horovod_topk.config import fields_of
+from horovod_topk.errors import ConfigError, TopKError
+from horovod_topk.methods.topk import TopK
 
 SUBCLASSES = [
     value for value in vars(errors).values() if isinstance(value, type) and value is not TopKError
@@ -55,7 +56,7 @@ def test_spellings_of_older_versions_name_what_to_write_instead(framework: str) 
     topk = importlib.import_module(f"horovod_topk.{framework}").TopKEF
     with pytest.raises(ConfigError, match=r"momentum='optimizer' .* Leave momentum= out: 'auto'"):
         topk(momentum="optimizer")
-    with pytest.raises(UnknownSettingError, match=r"'velocity_kept'.* always masks .* leave velo"):
+    with pytest.raises(ConfigError, match=r"'velocity_kept'.* always masks .* leave velo"):
         topk(momentum=0.9, velocity_kept=0.5)
     with pytest.raises(ConfigError, match=r"compact\(\) does not exist any more. Write TopKEF\(\)"):
         topk.compact(values="int8")
@@ -63,5 +64,5 @@ def test_spellings_of_older_versions_name_what_to_write_instead(framework: str) 
 
 def test_nesterovs_is_the_optimizers_where_its_steps_are_adapted() -> None:
     with pytest.raises(ConfigError, match="the momentum is the optimizer's, Nesterov's or not"):
-        split_deferred({"momentum": "auto", "nesterov": True})
-    assert split_deferred({"momentum": 0.9, "nesterov": True})[1] == {}
+        fields_of(TopK, {"momentum": ("auto", "nesterov")})
+    assert fields_of(TopK, {"momentum": (0.9, "nesterov")})[1] == {}

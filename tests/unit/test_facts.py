@@ -28,7 +28,9 @@ from horovod_topk.updates.tracker import SGD
 
 SPECS = [TensorSpec("a", (60, 40), "float32"), TensorSpec("b", (2000,), "float32")]
 RANKS = 3
-STATES = "a state that was loaded or reset, a ratio asked for, or gradients left out of a step"
+STATES = (
+    "a state that was loaded or reset, a ratio or probe asked for, or gradients left out of a step"
+)
 
 
 def gradients(step: int) -> list[Gradients]:

@@ -188,20 +188,20 @@ def test_one_is_refused_where_it_would_not_send_all() -> None:
 
 def test_a_pattern_that_matches_nothing() -> None:
     message = refusal({"haed.*": "dense"})
-    assert message.startswith("ratios: the pattern 'haed.*' matches none of 4 tensors. ")
+    assert message.startswith("ratio: the pattern 'haed.*' matches none of 4 tensors. ")
     assert "names such as 'head.weight', " in message
 
 
 def test_a_pattern_that_comes_too_late() -> None:
     message = refusal({"*.weight": 0.1, "head.*": "dense"})
-    assert message.startswith("ratios: all that the pattern 'head.*' matches, 'head.weight' for ")
+    assert message.startswith("ratio: all that the pattern 'head.*' matches, 'head.weight' for ")
     assert message.endswith("Pass it before that one, or leave it out.")
 
 
 @pytest.mark.parametrize("pattern", [3, None, ("head", "body"), 0.5])
 def test_what_is_no_pattern(pattern: object) -> None:
     message = refusal([(pattern, 0.5)])
-    assert message.startswith(f"ratios: {pattern!r} is neither a pattern of names nor a predicate.")
+    assert message.startswith(f"ratio: {pattern!r} is neither a pattern of names nor a predicate.")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_what_is_no_pattern(pattern: object) -> None:
     [
         (0.0, "=0.0 lies outside (0, 1]"),
         (1.5, "=1.5 lies outside (0, 1]"),
-        (100, "=100 is above 1; ratios['head.*'] is the share of elements sent, not the"),
+        (100, "=100 is above 1; ratio['head.*'] is the share of elements sent, not the"),
         (float("nan"), "=nan lies outside (0, 1]"),
         (True, "=True is not a number"),
         (None, "=None is not a number"),
@@ -217,13 +217,13 @@ def test_what_is_no_pattern(pattern: object) -> None:
     ],
 )
 def test_what_is_no_ratio(ratio: object, problem: str) -> None:
-    assert refusal({"head.*": ratio}).startswith(f"ratios['head.*']{problem}")
+    assert refusal({"head.*": ratio}).startswith(f"ratio['head.*']{problem}")
 
 
 @pytest.mark.parametrize("ratios", ["head.*=dense", 0.5, [0.5], ["ab"], [("head.*",)], {"head.*"}])
 def test_what_is_no_set_of_rules(ratios: object) -> None:
     message = refusal(ratios)
-    assert message.startswith(f"ratios={ratios!r} is neither a mapping nor pairs (pattern, ratio)")
+    assert message.startswith(f"ratio={ratios!r} is neither a mapping nor pairs (pattern, ratio)")
 
 
 @pytest.mark.parametrize("answer", [None, 1, "yes"])
@@ -232,7 +232,7 @@ def test_a_predicate_that_says_neither_yes_nor_no(answer: object) -> None:
         return answer
 
     message = refusal({unsure: 0.5})
-    assert message.startswith("tensor 'embedding.weight': ratios: predicate ")
+    assert message.startswith("tensor 'embedding.weight': ratio: predicate ")
     assert f"unsure said {answer!r} of shape [200, 100], which is neither True nor" in message
 
 
@@ -316,8 +316,8 @@ def test_bytes_of_a_model_with_ratios_of_its_own(
         ("head", "--ratios head: write PATTERN=RATIO, as in 'head.*=dense' or '*=0.1'"),
         ("=0.5", "--ratios =0.5: write PATTERN=RATIO"),
         ("0=half", "--ratios 0=half: write PATTERN=RATIO"),
-        ("0=2", "ratios['0']=2.0 lies outside (0, 1]"),
-        ("fc=0.5", "ratios: the pattern 'fc' matches none of 161 tensors"),
+        ("0=2", "ratio['0']=2.0 lies outside (0, 1]"),
+        ("fc=0.5", "ratio: the pattern 'fc' matches none of 161 tensors"),
     ],
 )
 @pytest.mark.parametrize("command", ["bytes", "plan"])
@@ -335,7 +335,5 @@ def test_a_plan_says_its_ratios(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_method_of_bench_has_ratios_too() -> None:
-    (method,) = parse_methods("topk:ratios=head.*=dense emb*=0.5,values=int8")
-    assert method.settings == {"ratios": (("head.*", 1.0), ("emb*", 0.5)), "values": "int8"}
-    with pytest.raises(ValueError, match="write PATTERN=RATIO"):
-        parse_methods("topk:ratios=head")
+    (method,) = parse_methods("TopKEF(ratio={'head.*': 'dense', 'emb*': 0.5},values='int8')")
+    assert method.settings == {"ratio": {"head.*": "dense", "emb*": 0.5}, "values": "int8"}

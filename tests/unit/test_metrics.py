@@ -21,7 +21,7 @@ import pytest
 from oracle.backends import NUMPY, Backend, each_backend
 from oracle.world import World
 
-from horovod_topk.core.exchange.probe import Probe, compare
+from horovod_topk.core.exchange.probe import compare
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.core.run.timing import Seconds, StepTimer
@@ -139,10 +139,9 @@ def test_the_parts_of_a_step() -> None:
 
 
 def test_a_probe_compares_each_bucket_in_turn_with_dense() -> None:
-    world = World(make_plan(SPECS, TopK(0.05, min_numel=0, probe_every=2)), 2, NUMPY)
-    for rank, compressor in enumerate(world.ranks):
-        collective = world.network.collective(rank)
-        compressor.step.probe = Probe(2, collective, NUMPY.ops, "job")
+    world = World(make_plan(SPECS, TopK(0.05, min_numel=0)), 2, NUMPY)
+    for compressor in world.ranks:
+        compressor.probe_every(2)
     seen = list[StepCounters]()
     world.ranks[0].on_step(seen.append)
     for step in range(3):
@@ -162,7 +161,7 @@ def test_a_probe_compares_each_bucket_in_turn_with_dense() -> None:
             assert seen[-1].probe_cosine == pytest.approx(cosine, 1e-4)
             assert seen[-1].probe_error == pytest.approx(error, 1e-4)
     names = [m.name for m in world.network.sent[0] if "probe" in m.name]
-    assert names == ["job.probe.0", "job.probe.1"]
+    assert names == ["job.0.probe.0", "job.0.probe.1"]
 
 
 @pytest.mark.parametrize(

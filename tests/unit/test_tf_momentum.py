@@ -45,7 +45,7 @@ def test_a_number_beside_the_optimizers_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="applied twice"):
         fitted(LEGACY.SGD(momentum=0.9), number)
     with pytest.raises(ConfigError, match="Adam has no such form"):
-        fitted(keras.optimizers.Adam(beta_1=0.0), TopKEF(momentum=0.9, nesterov=True))
+        fitted(keras.optimizers.Adam(beta_1=0.0), TopKEF(momentum=(0.9, "nesterov")))
     assert fitted(keras.optimizers.Adam(beta_1=0.0), number).config == number.config
     assert fitted(SGD(), number).config == number.config
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.config import DEFERRED, EXCHANGES, check_settings, reject_unknown
+from horovod_topk.config import (
+    AUTO,
+    DEFERRED,
+    EXCHANGES,
+    check_settings,
+    reject_unknown,
+    settings_of,
+)
 from horovod_topk.core.run.substitute import parse
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import INDICES, SELECTIONS, VALUES, TopK
@@ -40,20 +46,17 @@ UNFIT = (
     "warmup",
     "schedule",
     "guard",
-    "probe_every",
     "follow_lr",
 )
-SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
+SETTINGS = tuple(name for name in settings_of(TopK) if name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,
-    "gather_ratio": float,
     "min_numel": int,
     "clip_norm": float,
     "momentum": float,
 }
 EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # for settings that are off by default
 OVER_DDP = "ddp+"  # prefix of a compressor that is used with horovod_topk.ddp
-TRUTH = {"True": True, "False": False}
 # Time the steps that follow a warm-up; no guard ends compression.
 STEADY: Mapping[str, Any] = {"warmup": None, "guard": None}
 OPTIMIZERS_OWN = 0.9  # the momentum of an optimizer whose steps a compressor adapts
@@ -70,7 +73,7 @@ class Method:
     adapter: str = "torch"  # adapter of the compressor: "torch" (Horovod's optimizer) or "ddp"
 
     def __post_init__(self) -> None:
-        check_settings(METHODS[self.compressor], self.settings)
+        check_settings(METHODS[self.compressor], self.settings, self.compressor)
 
     @property
     def what(self) -> str:
@@ -152,6 +155,8 @@ def method_of(name: str) -> Method:
     if name.startswith(f"{TOPK}-"):
         words = name.split("-")[1:]
         settings = _once(name, (pair for word in words for pair in _word(word, name).items()))
+        if indices := settings.pop("indices", None):
+            settings["values"] = settings.get("values", AUTO), indices
         return Method(name, TOPK, settings)
     raise ValueError(
         f"--methods: {name!r} is none of {', '.join(KINDS)}, nor as topk-int8-sharded, "
@@ -175,10 +180,6 @@ def _setting(text: str) -> tuple[str, object]:
     key, _, value = (part.strip() for part in text.partition("="))
     _check_steady({key})
     reject_unknown({key} - set(SETTINGS), SETTINGS)
-    if key == "ratios":
-        return key, parse_ratios(value.split())
-    if key == "nesterov":
-        return key, _truth(key, value)
     if value in DEFERRED.get(key, ()):
         return key, value
     return key, _number(key, value) if key in NUMBERS else value
@@ -211,12 +212,6 @@ def _number(key: str, value: str) -> float:
         raise ValueError(
             f"--methods: {key}={value} is no number: write {key}={_example(key)}"
         ) from None
-
-
-def _truth(key: str, value: str) -> bool:
-    if value not in TRUTH:
-        raise ValueError(f"--methods: {key}={value} is no truth value: write {key}=True")
-    return TRUTH[value]
 
 
 def _example(key: str) -> object:

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from horovod_topk import schedules
-from horovod_topk.config import Settings
+from horovod_topk.config import Settings, fields_of, settings_of
 from horovod_topk.core.codec.measures import Measures
 from horovod_topk.core.plan.facts import START
 from horovod_topk.errors import ConfigError
@@ -37,7 +37,7 @@ log = logging.getLogger("horovod_topk")
 DENSE = 1.0
 
 
-PROFILED = {"min_numel"}  # settings of all methods that a level may change
+PROFILED = {"min_numel", "ratio"}  # settings of all methods that a level may change
 LEVELS = 8  # largest number of levels with a schedule: graphs have a branch for each
 
 
@@ -159,8 +159,8 @@ class Schedule:
         if ratio == DENSE == self._config.ratio and withheld:
             raise ConfigError(
                 f"ratio 1.0 is this optimizer's own, at which {withheld}: no step sends all",
-                cure="Pass a ratio below 1 when the optimizer is built: the others are dense with "
-                "ratios={'*': 'dense'}",
+                cure="Pass a ratio below 1 for '*' when the optimizer is built, and 'dense' for "
+                "other patterns such as '?*'",
             )
 
     def level(self, saved: float | None, otherwise: float | None) -> float | None:
@@ -176,12 +176,12 @@ class Schedule:
         """The settings at a ratio level."""
         settings = self._config.at(ratio)
         profile = {} if self._schedule is None else self._schedule.profile(ratio)
-        return replace(settings, **profile) if profile else settings
+        return replace(settings, **fields_of(type(settings), profile)[0]) if profile else settings
 
     def _check_profiles(self, schedule: schedules.Schedule) -> None:
         """Refuse profiles for ratios that cannot have one, or of settings that cannot change."""
-        common = {each.name for each in fields(Settings)} - PROFILED
-        allowed = {each.name for each in fields(self._config)} - common - {"ratio"}
+        method = type(self._config)
+        allowed = settings_of(method).keys() - (settings_of(Settings).keys() - PROFILED)
         assert not isinstance(schedule.profiles, Mapping)
         for ratio, settings in schedule.profiles:
             names = {name for name, _ in settings}
@@ -196,6 +196,13 @@ class Schedule:
                     f"profiles sets {', '.join(unknown)} for {ratio}, which is the same at all "
                     "levels",
                     cure=f"Set some of {', '.join(sorted(allowed))}",
+                )
+            found, _ = fields_of(method, dict(settings))
+            if "ratios" in found or found.get("ratio", ratio) != ratio:
+                raise ConfigError(
+                    f"profiles sets ratio={dict(settings)['ratio']!r} for the level {ratio}",
+                    cure=f"Pass a pair that begins with {ratio}, what ranks and what owners send, "
+                    "or leave ratio out",
                 )
             self.settings(ratio)  # checks the values
 

@@ -2,7 +2,7 @@
 
 It measures how compression changes the applied gradient, at the cost of one more collective and a
 copy of the bucket. Every rank probes the same bucket in the same step, as both follow from the
-count of committed steps: one step in `probe_every`, and one bucket after another.
+count of committed steps: one step in `every`, and one bucket after another.
 """
 
 from __future__ import annotations

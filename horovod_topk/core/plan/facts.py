@@ -3,7 +3,7 @@
     bits 0-9      number of committed steps, modulo 1,024
     bits 10-13    ratio level: how many levels it is below the ratio of the settings, modulo 16
     bits 14-22    digest of the state that ranks have in common: what was loaded, reset, asked for
-                  by `set_ratio` or left out of a commit
+                  by `set_ratio` or `probe`, or left out of a commit
     bits 23-31    digest of the learning rates that residuals follow; 0 if they follow none
 
 All ranks compute this state alike from what all have received. So it differs only where one rank
@@ -31,14 +31,16 @@ _LOADS = "load states on all ranks, from files that were saved in the same step,
 _FIELDS = {  # what is compared
     "steps": "the number of committed steps (modulo 1,024)",
     "level": "the ratio of this step",
-    "state": "a state that was loaded or reset, a ratio asked for, or gradients left out of a step",
+    "state": "a state that was loaded or reset, a ratio or probe asked for, or gradients left out "
+    "of a step",
     "rates": "learning rates",
 }
 _CURES = {
     "steps": f"Call step() on every rank after each exchange, and {_LOADS}",
     "level": f"Call set_ratio() on every rank between the same two steps, and {_LOADS}",
-    "state": "Call load_state_dict(), checkpoint.load(), reset() and set_ratio() on every rank "
-    f"between the same two steps, and {_LOADS}: it is not enough to broadcast model and optimizer",
+    "state": "Call load_state_dict(), checkpoint.load(), reset(), set_ratio() and probe() on "
+    f"every rank between the same two steps, and {_LOADS}: it is not enough to broadcast model and "
+    "optimizer",
     "rates": "Set the same learning rate on every rank. In elastic jobs a scheduler has to step "
     "the optimizer of its own rank: docs/elastic.md",
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
 
+from horovod_topk.config import check_whole
 from horovod_topk.core.control.schedule import Clock
 from horovod_topk.core.exchange.membership import check_all_exchange, check_kept, why_inactive
 from horovod_topk.core.plan.buckets import Plan
@@ -124,6 +125,24 @@ class Attached(Generic[Kept]):
         if self.active:
             check_kept(self.manager, f"set_ratio({ratio!r}) was called, of which")
             self._state.set_ratio(ratio)
+
+    def probe(self, every: int | None) -> None:
+        """Exchange a bucket dense beside compressed in one step of `every`, each bucket in turn.
+
+        `stats()` and `on_step` report the difference of the two (`core.exchange.probe`). Call it on
+        every rank, between the same two steps.
+
+        Args:
+            every: steps from one probe to the next; None: probe no more.
+
+        Raises:
+            ConfigError: `every` is no whole number above 0, or this is TensorFlow, which has no
+                probe.
+        """
+        if every is not None:
+            check_whole("every", every, 1, 2**31, 100)
+        if self.active:
+            self._state.probe_every(every)
 
     def report(self, value: SupportsFloat) -> None:
         """Report a value such as this rank's loss to the guard's rule `trend`.

@@ -10,21 +10,19 @@ import abc
 import copy
 import difflib
 import gc
-import importlib
 import inspect
-import os
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any, ClassVar, Protocol, Self, SupportsFloat
 
 from horovod_topk.config import (
+    FOLDED,
     Settings,
-    check_settings,
-    reject_unknown,
-    split_deferred,
+    fields_of,
+    written,
 )
 from horovod_topk.core.run.attached import ByHorovod
 from horovod_topk.core.run.stats import Stats, StepCounters
@@ -38,7 +36,7 @@ from horovod_topk.errors import AdapterImportError, ConfigError, NotAttachedErro
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ratios import Predicate
 
-_SETTINGS = ("config", "deferred", "grad_scaler", "commit_dir")
+_SETTINGS = ("config", "deferred", "grad_scaler")
 
 
 class State(Protocol):
@@ -100,8 +98,8 @@ class BaseCompressor(abc.ABC):
     """Base class of the objects that users pass as `compression=`, in every framework.
 
     A subclass names its method: `class TopKEF(Compressor, method=TopK)`. Its keyword arguments are
-    the method's settings, `grad_scaler` and `commit_dir`; its docstring is built from the
-    docstrings of the method, of `Settings` and of the framework's base class.
+    the method's settings and `grad_scaler`; its docstring is built from the docstrings of the
+    method, of `Settings` and of the framework's base class.
     """
 
     framework: ClassVar[str]  # "torch" or "tensorflow"
@@ -117,45 +115,39 @@ class BaseCompressor(abc.ABC):
             cls.__doc__ = documentation(method, cls)
             cls.__signature__ = _signature(method)  # type: ignore[attr-defined]
 
-    def __init__(
-        self,
-        *positional: Any,
-        grad_scaler: Any = None,
-        commit_dir: str | os.PathLike[str] | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, *positional: Any, grad_scaler: Any = None, **settings: Any) -> None:
+        method, name = self.method, type(self).__name__
+        first = inspect.signature(type(self)).bind_partial(*positional).arguments
+        settings = dict(**first, **settings)
         put = substitute()
         if put is not None and not put.is_horovods:
             check_replaceable(settings)
-            announce(str(put), type(self).__name__)
-            adapter = importlib.import_module(f"horovod_topk.{self.adapter}")
-            self.__class__ = getattr(adapter, put.name)
-            positional, settings = (), dict(put.settings)
-        own = {each.name for each in fields(self.method)}
-        known = {*own, "grad_scaler", "commit_dir"}
-        reject_unknown({*settings} - known, known, type(self).__name__)
+            announce(str(put), name)
+            method, name, settings = METHODS[put.name], put.name, dict(put.settings)
         self._check_scaler(grad_scaler)
         self.grad_scaler = grad_scaler
-        self.commit_dir = commit_dir
-        settings = {**self.method.for_training, **settings}
-        check_settings(partial(self.method, *positional), settings)
-        settings, self.deferred = split_deferred(settings)
-        self.config = self.method(*positional, **settings)
+        settings = {**method.for_training, **settings}
+        known, self.deferred = fields_of(method, settings, name, "grad_scaler")
+        self.config = method(**known)
 
     def __repr__(self) -> str:
         """The call that makes this compressor: settings that are not the defaults."""
-        needed = {each.name: getattr(self.config, each.name) for each in fields(self.config)}
-        needed |= self.deferred
+        method = type(self.config)
+        needed = {each.name: getattr(self.config, each.name) for each in fields(method)}
+        chosen = {n: each for n, each in method.for_training.items() if n not in self.deferred}
         for name in sorted(needed, reverse=True):
             rest = {each: needed[each] for each in needed if each != name}
             with suppress(ConfigError):
-                own, deferred = split_deferred({**self.method.for_training, **rest})
-                if (self.method(**own), deferred) == (self.config, self.deferred):
+                if name not in chosen and method(**rest) == self.config:
                     needed = rest
-        beside = {"grad_scaler": self.grad_scaler, "commit_dir": self.commit_dir}
-        needed |= {name: value for name, value in beside.items() if value is not None}
-        order = [*inspect.signature(type(self)).parameters]
-        return call(type(self).__name__, {each: needed[each] for each in order if each in needed})
+        found = written(needed, self.config)
+        found |= {n: how for n, how in self.deferred.items() if method.for_training.get(n) != how}
+        if self.grad_scaler is not None:
+            found["grad_scaler"] = self.grad_scaler
+        order = [each for each in _signature(method).parameters if each in found]
+        names = {each: name for name, each in METHODS.items()}
+        name = type(self).__name__ if method is self.method else names[method]
+        return call(name, {each: found[each] for each in order})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings only: a copied or unpickled compressor has no optimizer yet."""
@@ -352,8 +344,8 @@ def _written(value: Any) -> str:
         own = {each.name: (getattr(value, each.name), each.default) for each in fields(value)}
         given = {name: mine for name, (mine, default) in own.items() if mine != default}
         return call(type(value).__name__, given)
-    if isinstance(value, tuple) and all(isinstance(each[0], str | Predicate) for each in value):
-        return f"{{{', '.join(f'{_written(pattern)}: {ratio!r}' for pattern, ratio in value)}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_written(each)}: {value[each]!r}' for each in value)}}}"
     if isinstance(value, Predicate):
         return getattr(value.function, "__qualname__", repr(value.function))
     return repr(value)
@@ -364,28 +356,28 @@ def documentation(method: type[Method], compressor: type) -> str:
     described = [inspect.getdoc(each) or "" for each in (method, Settings, compressor.__mro__[1])]
     (text, own, source), (_, shared, _), (usage, more, raises) = map(_sections, described)
     usage = usage.partition("\n\n")[2]  # its first line describes the base class
-    arguments = "\n".join(part for part in (own, shared, more) if part)
+    arguments = "\n".join((shared | own | more).values())
     return "\n\n".join(
         part for part in (text, usage, f"Args:\n{arguments}", raises, source) if part
     )
 
 
-def _sections(text: str) -> tuple[str, str, str]:
-    """Split a docstring into the text before its arguments, the arguments, and the rest."""
+def _sections(text: str) -> tuple[str, dict[str, str], str]:
+    """Split a docstring into the text before its arguments, each argument, and the rest."""
     before, _, rest = text.partition("\nArgs:\n")
     arguments, _, after = rest.partition("\n\n")
-    return before.strip(), arguments.rstrip(), after.strip()
+    each = re.split(r"\n(?=    \w)", arguments.rstrip()) if arguments else []
+    return before.strip(), {one.split(":")[0]: one for one in each}, after.strip()
 
 
 def _signature(method: type[Method]) -> inspect.Signature:
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    chosen = method.for_training
-    own = [
-        each.replace(
-            kind=each.kind if position == 0 else keyword,
-            default=chosen.get(each.name, each.default),
-        )
-        for position, each in enumerate(inspect.signature(method).parameters.values())
-    ]
-    more = [inspect.Parameter(n, keyword, default=None) for n in ("grad_scaler", "commit_dir")]
-    return inspect.Signature([*own, *more])
+    keyword, own = inspect.Parameter.KEYWORD_ONLY, list[inspect.Parameter]()
+    of_method = dict(inspect.signature(method).parameters)
+    if "ratio" not in of_method:
+        of_method["ratio"] = inspect.Parameter("ratio", keyword, default=None)
+    for position, (name, each) in enumerate(of_method.items()):
+        default = method.for_training.get(name, each.default)
+        kind = each.kind if position == 0 else keyword
+        if name not in FOLDED:
+            own.append(each.replace(kind=kind, default=default))
+    return inspect.Signature([*own, inspect.Parameter("grad_scaler", keyword, default=None)])

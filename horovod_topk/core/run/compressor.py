@@ -19,7 +19,7 @@ from horovod_topk.core.codec.momentum import check_dtypes
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.exchange.meeting import Meets
-from horovod_topk.core.exchange.probe import Probed
+from horovod_topk.core.exchange.probe import Probe, Probed
 from horovod_topk.core.exchange.rounds import Whole, declared, state_plan
 from horovod_topk.core.exchange.selection import dense_beside
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
@@ -104,6 +104,7 @@ class Compressor(State[Array]):
         self.frozen: Callable[[], Collection[str]] = tuple  # tensors whose learning rate is 0 now
         meets: object = exchange.collective
         self._meets = meets if isinstance(meets, Meets) else None
+        self._probes = 0  # steps from one probe to the next; 0: there is no probe
         self._met = self._sends  # what this rank sends is known to all ranks
         self._refused: tuple[object, TopKError] | None = None  # by a meeting
 
@@ -139,6 +140,13 @@ class Compressor(State[Array]):
     def probed(self) -> Probed:
         """`State.probed`."""
         return Probed() if self.step.probe is None else self.step.probe.result
+
+    def probe_every(self, every: int | None) -> None:
+        """`State.probe_every`."""
+        probe, collective = None, self._usual.collective
+        if every is not None:
+            probe = Probe(every, collective, self._ops, self.name)
+        self.step.probe, self._probes = probe, every or 0
 
     def commit(self, without: Collection[str] = (), frozen: Collection[str] = ()) -> bool:
         """End the step: elements not sent become the residual, unless a tensor was flagged.
@@ -313,8 +321,8 @@ class Compressor(State[Array]):
         """
         sends = self._next_exchange is self._usual
         if self._meets is None or not self._meets.in_order:
-            return (sends,)
-        return sends, self.ratio, self.counter.lineage, self.counter.asked
+            return sends, self._probes
+        return sends, self._probes, self.ratio, self.counter.lineage, self.counter.asked
 
     def _meet(self, meets: Meets, facts: bytes) -> None:
         """Meet all ranks, as this one is about to send something else than before.
@@ -340,7 +348,7 @@ class Compressor(State[Array]):
         counter, rates = self.counter, 0
         if self.rates is not None:
             rates = digest_of_rates(self.rates.shared())
-        known = counter.lineage + self._left_out
+        known = counter.lineage + self._left_out + self._probes
         state = with_ratio(known, self.schedule.position(counter.asked))
         level = self.schedule.below_usual(self.ratio)
         number = pack(counter.committed, level, state, rates)

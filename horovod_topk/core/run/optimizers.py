@@ -109,8 +109,8 @@ def check_once(momentum: float, nesterov: bool, own: Own) -> None:
     """
     if own.normalises and nesterov:
         raise ConfigError(
-            f"nesterov=True was given, and {own.kind} has no such form",
-            cure="Leave nesterov= out",
+            f"momentum=({momentum}, 'nesterov') was given, and {own.kind} has no such form",
+            cure=f"Pass momentum={momentum}",
         )
     if own.applies:
         raise ConfigError(

@@ -54,7 +54,7 @@ from horovod_topk.core.state.state_dict import (
     steps_of,
     without,
 )
-from horovod_topk.errors import StateDictError
+from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.methods.protocol import Follows, Method
 from horovod_topk.ops import Ops
 
@@ -238,6 +238,18 @@ class State(Counting[Array]):
         if ratio is not None:
             self.schedule.check(ratio)
         self.counter.asked = ratio
+
+    def probe_every(self, every: int | None) -> None:
+        """Compare a bucket with dense in one step of `every`; None: in none.
+
+        Raises:
+            ConfigError: these steps have no probe.
+        """
+        if every is not None:
+            raise ConfigError(
+                f"probe(every={every}) was called, and TensorFlow has no probe",
+                cure="Leave it out, or probe in PyTorch",
+            )
 
     @property
     def clock(self) -> Clock:

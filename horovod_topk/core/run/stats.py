@@ -71,7 +71,7 @@ class Stats:
     gradient_norm: float = 0.0  # norm of the gradients in the last step; TensorFlow: one in 16
     sent_share: float | None = None  # share of |gradient + residual|^2 that the last step sent
     residual_norm_ratio: float | None = None  # residual norm / gradient norm, in a sampled step
-    probe_cosine: float | None = None  # with probe_every=: cosine of applied and dense gradient
+    probe_cosine: float | None = None  # after probe(): cosine of applied and dense gradient
     probe_error: float | None = None  # norm of their difference / norm of the dense gradient
     level: float = 1.0  # the ratio level of the last step
     step_factor: float = 1.0  # smallest factor of the follower's last step in any tensor

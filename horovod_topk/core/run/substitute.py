@@ -7,15 +7,13 @@ compression of these names. The text is parsed and never evaluated. While the va
 replaces every compressor of this package, with a line in the log. Other compressors that a script
 passes to Horovod are not replaced.
 
-The script's `grad_scaler=` and `commit_dir=` are kept. All other settings of the script's
-compressor are replaced; `momentum=0.9` and `clip_norm=` are refused, since the script's optimizer
-applies neither.
+The script's `grad_scaler=` is kept. All other settings of the script's compressor are replaced;
+`momentum=0.9` and `clip_norm=` are refused, since the script's optimizer applies neither.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import logging
 import os
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_topk import reporting
-from horovod_topk.config import AUTO, check_settings, reject_unknown
+from horovod_topk.config import AUTO, check_settings, is_pair
 from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from horovod_topk.methods import METHODS
@@ -69,9 +67,7 @@ def parse(text: str) -> Substitute:
         raise ConfigError(
             f"{text!r}: there is no compressor {name!r}", cure=f"Write one of {known}"
         )
-    known_settings = {each.name for each in dataclasses.fields(METHODS[name])}
-    reject_unknown({*settings} - known_settings, known_settings, name)
-    check_settings(METHODS[name], settings)
+    check_settings(METHODS[name], settings, name)
     return Substitute(name, settings)
 
 
@@ -152,7 +148,7 @@ def check_replaceable(settings: Mapping[str, Any]) -> None:
         ConfigError: a setting would be missing from dense training.
     """
     momentum = settings.get("momentum", 0)
-    if momentum not in (0, AUTO):
+    if is_pair(momentum) or momentum not in (0, AUTO):
         raise ConfigError(
             f"{VARIABLE} replaces the script's compressor, whose momentum={momentum!r} its "
             "optimizer does without",

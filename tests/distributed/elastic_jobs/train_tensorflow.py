@@ -22,7 +22,7 @@ hvd.init()
 tf.random.set_seed(os.getpid())
 weights = [tf.Variable(tf.random.normal([50, 60])), tf.Variable(tf.random.normal([60, 9]))]
 asked, kept = parse(os.environ["COMPRESSOR"]), os.environ.get("COMMIT_DIR")
-topk = getattr(horovod_topk.tensorflow, asked.name)(**dict(asked.settings), commit_dir=kept)
+topk = getattr(horovod_topk.tensorflow, asked.name)(**asked.settings)
 
 
 @tf.function
@@ -73,4 +73,4 @@ def train(state: TensorFlowState) -> None:
     story.live(state, step, lambda: (hvd.rank(), hvd.size()), facts)
 
 
-train(TensorFlowState(weights, compression=topk, step=0, chapter=0, since=0))
+train(TensorFlowState(weights, topk, kept, step=0, chapter=0, since=0))

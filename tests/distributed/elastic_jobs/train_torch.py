@@ -20,7 +20,7 @@ torch.manual_seed(os.getpid())
 model = torch.nn.Sequential(torch.nn.Linear(50, 60), torch.nn.Linear(60, 9))
 kept = os.environ.get("COMMIT_DIR")
 asked = parse(os.environ["COMPRESSOR"])
-topk = getattr(horovod_topk.torch, asked.name)(**dict(asked.settings), commit_dir=kept)
+topk = getattr(horovod_topk.torch, asked.name)(**asked.settings)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
     named_parameters=model.named_parameters(),
@@ -67,4 +67,5 @@ def train(state: TorchState) -> None:
     story.live(state, step, lambda: (hvd.rank(), hvd.size()), facts)
 
 
-train(TorchState(model=model, optimizer=optimizer, compression=topk, step=0, chapter=0, since=0))
+held = {"model": model, "optimizer": optimizer, "compression": topk, "commit_dir": kept}
+train(TorchState(**held, step=0, chapter=0, since=0))

@@ -25,7 +25,7 @@ from witness import assert_ranks_equal, assert_same, bits
 SPARSE = {"ratio": 0.1, "min_numel": 0}
 
 REFUSED: dict[str, tuple[Callable[[], TopKEF], type[TopKError]]] = {
-    "typo_in_ratios": (lambda: TopKEF(ratios={"typo.*": 0.5}), ConfigError),
+    "typo_in_ratios": (lambda: TopKEF(ratio={"typo.*": 0.5}), ConfigError),
     "momentum_twice": (lambda: TopKEF(momentum=0.9), ConfigError),
     "plans_differ": (lambda: TopKEF(ratio=0.1 if hvd.rank() else 0.2), PlanMismatchError),
 }

@@ -17,25 +17,29 @@ from witness import assert_ranks_equal, assert_same_history, residuals
 from world import hvd
 
 HEAD = ["net.3.weight", "net.3.bias"]
-RULES = {"net.3.*": "dense", lambda name, shape: shape == (33, 20): 0.3}
+RULES = {"net.3.*": "dense", lambda name, shape: shape == (33, 20): 0.3, "*": 0.05}
 PLAIN = Setup(optimizer=training.plain_sgd)
 
 
 def grouped(**settings: Any) -> TopKEF:
-    return TopKEF(**{"ratio": 0.05, "min_numel": 0, "ratios": RULES, **settings})
+    return TopKEF(**{"ratio": RULES, "min_numel": 0, **settings})
 
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_all_tensors_dense_equal_dense(exchange: str) -> None:
     dense = training.trajectory(Setup(), hvd.Compression.none, 12)
-    ours = training.trajectory(Setup(), grouped(ratios={"*": "dense"}, exchange=exchange), 12)
+    ours = training.trajectory(
+        Setup(), grouped(ratio={"?*": "dense", "*": 0.05}, exchange=exchange), 12
+    )
     assert_same_history(ours, dense)
 
 
 @pytest.mark.everywhere
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("settings", [{}, {"exchange": "sharded", "gather_ratio": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"exchange": "sharded", "ratio": {**RULES, "*": (0.05, 0.2)}}], ids=str
+)
 @pytest.mark.parametrize("selection", ["exact", "sampled"])
 def test_a_dense_group_beside_a_sparse_one(settings: dict[str, Any], selection: str) -> None:
     task = PLAIN.task()
@@ -103,7 +107,7 @@ def test_warm_up_and_a_dense_step() -> None:
 @pytest.mark.world_size(4)
 def test_dense_between_nodes_too() -> None:
     task = PLAIN.task()
-    settings = {"exchange": "hierarchical", "ratios": {"*": "dense"}}
+    settings = {"exchange": "hierarchical", "ratio": {"?*": "dense", "*": 0.05}}
     optimizer = PLAIN.distributed(task, grouped(**settings))
     for step in range(3):
         training.ordinary(task, optimizer, step)
@@ -112,12 +116,12 @@ def test_dense_between_nodes_too() -> None:
 
 
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("odd", [{"net.3.weight": 0.5}, None], ids=["another", "none"])
+@pytest.mark.parametrize("odd", [{"net.3.weight": 0.5}, {}], ids=["another", "none"])
 def test_ranks_that_differ_are_told_of_which_tensor(odd: Any) -> None:
     last = hvd.size() - 1
     rules = odd if hvd.rank() == last else {"net.3.weight": 0.25}
     with pytest.raises(PlanMismatchError, match="ranks disagree on ratios:") as raised:
-        PLAIN.distributed(PLAIN.task(), grouped(ratios=rules))
+        PLAIN.distributed(PLAIN.task(), grouped(ratio={**rules, "*": 0.05}))
     assert '["net.3.weight", 0.25] on rank' in str(raised.value)
     assert f'["net.3.weight", {0.5 if odd else 0.05}] on rank {last}' in str(raised.value)
 
@@ -125,13 +129,13 @@ def test_ranks_that_differ_are_told_of_which_tensor(odd: Any) -> None:
 def test_a_pattern_that_matches_no_parameter_is_refused() -> None:
     task = PLAIN.task()
     with pytest.raises(ConfigError, match=r"'head\.\*' matches none of 6 tensors"):
-        PLAIN.distributed(task, grouped(ratios={"head.*": "dense"}))
+        PLAIN.distributed(task, grouped(ratio={"head.*": "dense"}))
 
 
 def test_frozen_parameters_may_be_named() -> None:
     task = PLAIN.task()
     parameters = dict(task.named_parameters())
     parameters["net.0.weight"].requires_grad_(False)
-    optimizer = PLAIN.distributed(task, grouped(ratios={"net.0.*": 0.5}))
+    optimizer = PLAIN.distributed(task, grouped(ratio={"net.0.*": 0.5, "*": 0.05}))
     training.ordinary(task, optimizer, 0)
     assert TopKEF.of(optimizer).stats().ratios == {"net.0.bias": 0.5}

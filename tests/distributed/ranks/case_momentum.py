@@ -68,7 +68,9 @@ def test_a_momentum_of_the_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="Adagrad has no momentum"):
         Setup(optimizer=adagrad).distributed(Setup().task(), corrected())
     with pytest.raises(ConfigError, match="AdamW has no such form"):
-        Setup(optimizer=normalising).distributed(Setup().task(), corrected(nesterov=True))
+        Setup(optimizer=normalising).distributed(
+            Setup().task(), corrected(momentum=(0.9, "nesterov"))
+        )
 
 
 def test_adamw_normalises_the_velocity_at_ratio_one() -> None:

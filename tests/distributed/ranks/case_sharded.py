@@ -21,7 +21,7 @@ pytestmark = pytest.mark.everywhere
 SETTINGS = [
     {"values": "float32"},
     {"values": "int8"},
-    {"values": "int4", "gather_ratio": 0.02},
+    {"values": "int4", "ratio": (0.1, 0.02)},
     {"values": "sign", "min_numel": 300},
 ]
 

@@ -268,7 +268,7 @@ def test_training_goes_on_dense_after_a_fall_back() -> None:
 @pytest.mark.world_size(2, 3)
 def test_ranks_agree_where_owners_alone_select() -> None:
     """All ranks have the same weights, also a rank that owns no shard of the tensor."""
-    settings = {"ratio": 1.0, "gather_ratio": 0.05, "exchange": "sharded"}
+    settings = {"ratio": (1.0, 0.05), "exchange": "sharded"}
     task, optimizer = begun("SGD", settings=settings)
     for step in range(STEPS):
         training.ordinary(task, optimizer, step)

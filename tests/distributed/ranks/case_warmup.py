@@ -132,9 +132,10 @@ def test_a_schedule_decides_alike_and_resumes(
 def test_every_step_has_its_seconds_and_a_probe_its_cosine() -> None:
     """At ratio 1.0 and full precision, what is applied is what dense is."""
     seen, task = list[Any](), SETUP.task()
-    compressor = TopKEF(ratio=1.0, values="float32", probe_every=2)
+    compressor = TopKEF(ratio=1.0, values="float32")
     optimizer = SETUP.distributed(task, compressor)
     TopKEF.of(optimizer).on_step(seen.append)
+    TopKEF.of(optimizer).probe(every=2)
     train(task, optimizer, range(4))
     for counters in seen:
         assert 0.0 < counters.exposed_seconds <= counters.exchange_seconds < 60.0

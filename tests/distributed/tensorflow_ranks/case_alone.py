@@ -44,7 +44,7 @@ def test_stats_say_that_it_is_inactive() -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_is_not_lost(library: Any, nesterov: bool) -> None:
     """Without sparsity, momentum correction is the momentum of SGD; also under a loss scale."""
-    compression = TopKEF(momentum=0.9, nesterov=nesterov)
+    compression = TopKEF(momentum=(0.9, "nesterov") if nesterov else 0.9)
     ours = fit(library, library.optimizers.SGD(0.05), compression)
     sgd = library.optimizers.SGD(0.05, momentum=0.9, nesterov=nesterov)
     theirs = fit(library, sgd, hvd.Compression.none)
@@ -53,7 +53,7 @@ def test_momentum_is_not_lost(library: Any, nesterov: bool) -> None:
     kind = keras.optimizers if library is keras else tf_keras.mixed_precision
     settings = {"initial_scale": 8.0, "dynamic_growth_steps": 3}
     scaled = kind.LossScaleOptimizer(library.optimizers.SGD(0.05), **settings)
-    again = TopKEF(momentum=0.9, nesterov=nesterov)
+    again = TopKEF(momentum=(0.9, "nesterov") if nesterov else 0.9)
     assert same(ours, fit(library, scaled, again))
 
 

@@ -25,8 +25,10 @@ def flat_and_long(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def grouped(**settings: Any) -> TopKEF:
-    rules = {"v#2": "dense", flat_and_long: 0.3}
-    return TopKEF(**{"ratio": 0.05, "min_numel": 0, "ratios": rules, **settings})
+    return TopKEF(**{"ratio": RULES, "min_numel": 0, **settings})
+
+
+RULES = {"v#2": "dense", flat_and_long: 0.3, "*": 0.05}
 
 
 def gradients(rank: int, step: int) -> list[Any]:
@@ -53,7 +55,7 @@ def test_each_variable_is_as_the_formulas_have_it_at_its_ratio(graph: bool) -> N
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_all_variables_dense_equal_dense(exchange: str) -> None:
     dense = train(hvd.Compression.none, steps=FEW)
-    ours = train(grouped(ratios={"*": "dense"}, exchange=exchange), steps=FEW)
+    ours = train(grouped(ratio={"?*": "dense", "*": 0.05}, exchange=exchange), steps=FEW)
     assert_same_history(ours, dense)
 
 
@@ -61,7 +63,7 @@ def test_all_variables_dense_equal_dense(exchange: str) -> None:
 @pytest.mark.parametrize("values", ["float32", "int8"])
 def test_owners_send_all_of_it_back(values: str) -> None:
     model = Linear(SHAPES)
-    compression = grouped(exchange="sharded", gather_ratio=0.1, values=values)
+    compression = grouped(exchange="sharded", ratio={**RULES, "*": (0.05, 0.1)}, values=values)
     exchanged = [model.exchange(compression, gradients(hvd.rank(), step)) for step in range(3)][-1]
     assert_ranks_equal(exchanged)
     kinds = compression.state_dict(), compression.state_dict()["owned"]
@@ -85,9 +87,9 @@ def test_a_checkpoint_carries_a_run_over(tmp_path: Path) -> None:
 def test_a_compressor_made_anew_in_each_step_keeps_what_is_owed() -> None:
     """Its predicate is another function of the same code."""
     model, again = Linear(SHAPES), Linear(SHAPES)
-    kept = TopKEF(ratio=0.05, min_numel=0, ratios={lambda name, shape: len(shape) == 1: 0.3})
+    kept = TopKEF(ratio={lambda name, shape: len(shape) == 1: 0.3, "*": 0.05}, min_numel=0)
     for step in range(3):
-        anew = TopKEF(ratio=0.05, min_numel=0, ratios={rule(1): 0.3})
+        anew = TopKEF(ratio={rule(1): 0.3, "*": 0.05}, min_numel=0)
         ours = again.exchange(anew, gradients(hvd.rank(), step))
         theirs = model.exchange(kept, gradients(hvd.rank(), step))
         assert all(map(np.array_equal, ours, theirs))
@@ -100,7 +102,7 @@ def test_one_that_cannot_be_known_again_is_refused_when_it_would_forget(graph: b
     """Nothing but the names of a list has changed, if they have."""
 
     def anew(names: list[str], **other: Any) -> TopKEF:
-        return grouped(ratios={lambda name, _: name in names: 0.3}, **other)
+        return grouped(ratio={lambda name, _: name in names: 0.3, "*": 0.05}, **other)
 
     model, first = Linear(SHAPES), anew(["v"])
     for step in range(2):  # one that is made once is one
@@ -122,7 +124,7 @@ def rule(dimensions: int) -> Any:
 def test_variables_without_a_gradient_of_ours_may_be_named(graph: bool) -> None:
     """One has a sparse gradient, one none: patterns of theirs are no mistakes."""
     model = Perceptron(embedding=True, absent=True)
-    compression = grouped(ratios={"v6": "dense", "v7": 0.5, "v0": 0.3})
+    compression = grouped(ratio={"v6": "dense", "v7": 0.5, "v0": 0.3})
     step = step_of(model, compression)
     (tf.function(step) if graph else step)(noise(hvd.rank(), 0, (8, 20)), noise(9, 1, (8, 10)))
     assert compression.stats().ratios == {"v0": 0.3}
@@ -132,14 +134,14 @@ def test_variables_without_a_gradient_of_ours_may_be_named(graph: bool) -> None:
 def test_a_pattern_that_matches_no_variable_is_refused(graph: bool) -> None:
     with pytest.raises(ConfigError, match=r"'head\*' matches none of 3 tensors.* 'v#3'"):
         Linear(SHAPES).exchange(
-            grouped(ratios={"head*": "dense"}), gradients(hvd.rank(), 0), graph=graph
+            grouped(ratio={"head*": "dense"}), gradients(hvd.rank(), 0), graph=graph
         )
 
 
 @pytest.mark.world_size(2, 3)
 def test_ranks_that_differ_are_told_of_which_variable() -> None:
     last = hvd.size() - 1
-    compression = grouped(ratios={"v#2": 0.5 if hvd.rank() == last else 0.25})
+    compression = grouped(ratio={"v#2": 0.5 if hvd.rank() == last else 0.25})
     with pytest.raises(PlanMismatchError, match="ranks disagree on ratios:") as raised:
         Linear(SHAPES).exchange(compression, gradients(hvd.rank(), 0))
     assert '["v#2", 0.25] on rank' in str(raised.value)

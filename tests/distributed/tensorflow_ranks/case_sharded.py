@@ -33,7 +33,7 @@ def gradients(step: int) -> list[Any]:
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("values", ["float32", "int8", "sign"])
 def test_applied_and_owed_are_the_sum_of_all_means(values: str, graph: bool) -> None:
-    compression, model = sharded(values=values, gather_ratio=0.05), Linear(SHAPES)
+    compression, model = sharded(values=values, ratio=(0.1, 0.05)), Linear(SHAPES)
     applied, given = ([np.zeros(shape) for shape in SHAPES] for _ in range(2))
     for step in range(4):
         mine = gradients(step)

@@ -69,7 +69,8 @@ def assert_equal(ours: list[Array], theirs: list[Array]) -> None:
 @WAYS
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
 def test_what_is_sent_and_kept_is_that_of_the_formulas(graph: bool, nesterov: bool) -> None:
-    model, compression = Linear(SHAPES), TopKEF(**SPARSE, nesterov=nesterov)
+    momentum = (SPARSE["momentum"], "nesterov") if nesterov else SPARSE["momentum"]
+    model, compression = Linear(SHAPES), TopKEF(**{**SPARSE, "momentum": momentum})
     expected = Velocities(nesterov)
     for step in range(5):
         exchanged = take(model, compression, step, graph)

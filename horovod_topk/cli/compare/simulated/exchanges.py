@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from horovod_topk.config import split_deferred
+from horovod_topk.config import fields_of
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange as Route
 from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
@@ -98,7 +98,7 @@ def compressed(
 ) -> Compressed:
     """Make the exchange of a compressor of this package for an optimizer."""
     method = METHODS[asked.name]
-    settings, deferred = split_deferred({**method.for_training, **asked.settings})
+    settings, deferred = fields_of(method, {**method.for_training, **asked.settings}, asked.name)
     config = method(**settings)
     config, rule = fit_momentum(optimizer, config, deferred)
     if "follow_lr" in deferred:
