@@ -86,6 +86,7 @@ PARTED = STATES + ": one on {others}, one on {odd}"
 LEVEL = "the ratio of this step: that of the settings on {others}, 1 level above on {odd}"
 ACTS: dict[str, tuple[Callable[[Compressor[Any], dict[str, Any]], None], str]] = {
     "set_ratio": (lambda rank, _: rank.set_ratio(1.0), LEVEL),
+    "probe": (lambda rank, _: rank.probe_every(5), PARTED),
     "load": (load_earlier, STEPS),
     "other arrivals": (load_other_arrivals, PARTED),
     "reset": (lambda rank, _: rank.reset(), PARTED),
