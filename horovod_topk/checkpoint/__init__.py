@@ -32,11 +32,14 @@ from horovod_topk.checkpoint import parts, shard
 from horovod_topk.checkpoint.contents import check_place, is_count
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core.exchange.membership import ALONE
-from horovod_topk.core.run.base_compressor import BaseCompressor, State
+from horovod_topk.core.run.attached import Attached
+from horovod_topk.core.run.base_compressor import BaseCompressor
 from horovod_topk.core.state.state_dict import COMMITTED, owner_of, renamed
 from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
 
 PATIENCE = 3.0  # seconds that `load` waits for the files of other ranks
+
+State = Attached[Any] | BaseCompressor
 
 log = logging.getLogger("horovod_topk")
 
@@ -150,16 +153,11 @@ def _check_name(name: str) -> None:
 
 
 def _check_is_state(state: object) -> None:
-    if (
-        isinstance(state, type)
-        or not hasattr(state, "load_state_dict")
-        or not hasattr(state, "framework")
-    ):
-        found = (
-            f"the class {state.__name__}"
-            if isinstance(state, type)
-            else f"a {type(state).__name__}"
-        )
+    if isinstance(state, BaseCompressor):
+        return
+    is_class, kind = isinstance(state, type), type(state).__name__
+    if is_class or not (hasattr(state, "load_state_dict") and hasattr(state, "framework")):
+        found = f"the class {state.__name__}" if isinstance(state, type) else f"a {kind}"
         raise CheckpointError(
             f"{found} is no state of a compressor",
             cure="Pass TopKEF.of(optimizer), under DDP TopKEF.of(model)",

@@ -19,8 +19,7 @@ from typing import Any, NoReturn, Protocol
 from horovod_topk.checkpoint import parts
 from horovod_topk.core.control.schedule import Clock
 from horovod_topk.core.exchange.agreement import mismatch
-from horovod_topk.core.plan.buckets import Plan
-from horovod_topk.core.run import base_compressor
+from horovod_topk.core.run.attached import Attached
 from horovod_topk.core.run.stats import Stats
 from horovod_topk.core.state.reshard import rescaling
 from horovod_topk.elastic.rank_status import UNKNOWN, Membership, RankStatus
@@ -30,6 +29,8 @@ from horovod_topk.errors import CheckpointError, ConfigError, StateDictError
 log = logging.getLogger("horovod_topk")
 
 _LIVE: weakref.WeakSet[Manager] = weakref.WeakSet()
+
+State = Attached[Any]
 
 _COUNT = struct.Struct("<I")
 
@@ -57,36 +58,6 @@ class Talk(Protocol):
 
     def beside(self, array: Any, other: Any) -> Any:
         """Copy an array to the device of another one."""
-        ...
-
-
-class State(base_compressor.State, Protocol):
-    """The state of error feedback of one optimizer of an elastic job."""
-
-    @property
-    def clock(self) -> Clock:
-        """The facts that decide the ratio of the next step."""
-        ...
-
-    @property
-    def agreed(self) -> Plan | None:
-        """The plan that must be equal on all ranks; None: no tensor is known yet."""
-        ...
-
-    def shared_state(self) -> dict[str, Any]:
-        """A state dict with the method's state that is equal on all ranks, and nothing else."""
-        ...
-
-    def take_shared(self, state: Mapping[str, Any]) -> None:
-        """Load the `shared_state` of another rank."""
-        ...
-
-    def resume(self, clock: Clock, ranks: int) -> None:
-        """Continue with the other ranks' clock and the present number of ranks."""
-        ...
-
-    def forget(self) -> None:
-        """Set residuals to zero, and all else that was learnt."""
         ...
 
 

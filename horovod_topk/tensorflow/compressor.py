@@ -174,11 +174,9 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
         It may be called before the first step.
         """
-        if self._found_states():
-            state = self._only_state()
-            assert isinstance(state, OptimizerState)
-            state.set_ratio(ratio)
-        elif not horovods():
+        if horovods() or self._found_states():
+            super().set_ratio(ratio)
+        else:
             if ratio is not None:
                 Schedule(self.config).check(ratio)
             self._asked = [ratio]

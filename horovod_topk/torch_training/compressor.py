@@ -7,7 +7,6 @@ from typing import Any
 
 from horovod_topk import reporting
 from horovod_topk.core.run.base_compressor import BaseCompressor
-from horovod_topk.core.run.substitute import horovods
 from horovod_topk.torch_training.scaling import check_scaler
 from horovod_topk.torch_training.state import TrainingState
 
@@ -28,13 +27,6 @@ class TrainingCompressor(BaseCompressor):
         """Remember an optimizer's state."""
         self._states.add(state)
         reporting.watch(state)
-
-    def set_ratio(self, ratio: float | None) -> None:
-        """Set the ratio of the only optimizer that uses this instance."""
-        if not horovods():
-            state = self._only_state()
-            assert isinstance(state, TrainingState)
-            state.set_ratio(ratio)
 
     @staticmethod
     def _check_scaler(scaler: object) -> None:

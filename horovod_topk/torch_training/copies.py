@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from horovod_topk.core.run.attached import Attached
 from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.state import TrainingState
 
@@ -40,7 +41,8 @@ class CopiedState(TrainingState):
         return {"label": self.label, "saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._stand_for_nothing(state["label"], "its model was copied or unpickled: attach anew")
+        reason = "its model was copied or unpickled: attach anew"
+        Attached.__init__(self, None, "average", state["label"], reason)
         self.is_copy, self._saved = True, state["saved"]
 
 

@@ -49,26 +49,21 @@ class Attached(Generic[Kept]):
         process_set: Horovod's process set of the ranks that exchange gradients.
         reduction: "average" or "sum" over ranks.
         label: name of the optimizer in messages.
+        reason: why nothing is compressed, if it is known before.
     """
 
-    framework: str
+    framework: str  # "torch" or "tensorflow"
     _state: Kept  # set if it is active
     warnings: Sequence[str] = ()  # warnings for this optimizer, as in the log
 
-    def __init__(self, process_set: Any, reduction: str, label: str) -> None:
+    def __init__(self, process_set: Any, reduction: str, label: str, reason: str = "") -> None:
         self._process_set, self._reduction, self.label = process_set, reduction, label
-        self._skipped: dict[str, str] = {}
+        self._skipped = {"*": reason} if reason else {}
         self._late: Counter[str] = Counter()  # tensor -> steps in which it delayed its bucket
         self.manager: Manager | None = None  # set if an elastic job's state keeps residuals
-        reason = why_inactive(process_set)
-        self.active = reason is None
-        if reason is not None:
-            self._skip("*", reason)
-
-    def _stand_for_nothing(self, label: str, reason: str) -> None:
-        """Initialise as inactive for a reason, instead of `__init__`."""
-        self.label, self.active, self._skipped = label, False, {"*": reason}
-        self._late, self.manager, self._reduction = Counter(), None, "average"
+        if not reason and (why := why_inactive(process_set)):
+            self._skip("*", why)
+        self.active = not self._skipped
 
     def stats(self) -> Stats:
         """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
@@ -273,4 +268,18 @@ class ByHorovod(Attached[Any]):
     def __init__(self, name: str, framework: str) -> None:
         self.framework = framework
         reason = f"{VARIABLE}={name}: gradients are exchanged without this package"
-        self._stand_for_nothing(f"the exchange {name!r}", reason)
+        super().__init__(None, "average", f"the exchange {name!r}", reason)
+
+
+class Forwarded:
+    """A method or property of `Attached` that a compressor has, for the one optimizer that uses it.
+
+    A compressor's class has the documentation of `Attached`.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, compressor: Any, owner: type) -> Any:
+        of = Attached if compressor is None else compressor.behind
+        return getattr(of, self._name)

@@ -13,10 +13,10 @@ import gc
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, Protocol, Self, SupportsFloat
+from typing import Any, ClassVar, Self
 
 from horovod_topk.config import (
     FOLDED,
@@ -24,8 +24,7 @@ from horovod_topk.config import (
     fields_of,
     written,
 )
-from horovod_topk.core.run.attached import ByHorovod
-from horovod_topk.core.run.stats import Stats, StepCounters
+from horovod_topk.core.run.attached import Attached, ByHorovod, Forwarded
 from horovod_topk.core.run.substitute import (
     announce,
     check_replaceable,
@@ -37,61 +36,6 @@ from horovod_topk.methods import METHODS, Method
 from horovod_topk.ratios import Predicate
 
 _SETTINGS = ("config", "deferred", "grad_scaler")
-
-
-class State(Protocol):
-    """Interface of one optimizer's error-feedback state."""
-
-    framework: str  # "torch" or "tensorflow"
-
-    @property
-    def active(self) -> bool:
-        """Whether this optimizer's gradients are compressed."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """Number of ended steps, committed or rolled back; equal on all ranks."""
-        ...
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank, and the number of ranks that exchange gradients."""
-        ...
-
-    @property
-    def reduction(self) -> str:
-        """Whether ranks' gradients are combined by "average" or "sum"."""
-        ...
-
-    def stats(self) -> Stats:
-        """Totals and norms so far."""
-        ...
-
-    @property
-    def tensors(self) -> dict[str, list[int]]:
-        """Shapes of the compressed gradients that are known so far, by name."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of this rank's residuals."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load residuals that this rank saved."""
-        ...
-
-    def reset(self) -> None:
-        """Set all residuals to zero."""
-        ...
-
-    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """Call `callback` at the end of every step."""
-        ...
-
-    def report(self, value: SupportsFloat) -> None:
-        """Report a value such as the loss to the guard; lower is better."""
-        ...
 
 
 class BaseCompressor(abc.ABC):
@@ -249,63 +193,40 @@ class BaseCompressor(abc.ABC):
     attach: ClassVar[Any] = _is_not_attached
     hook: ClassVar[Any] = _is_not_attached
 
+    active = Forwarded()
+    place = Forwarded()
+    ratio = Forwarded()
+    reduction = Forwarded()
+    steps = Forwarded()
+    tensors = Forwarded()
+    state_dict = Forwarded()
+    load_state_dict = Forwarded()
+    reset = Forwarded()
+    residual = Forwarded()
+    set_ratio = Forwarded()
+    stats = Forwarded()
+    on_step = Forwarded()
+    probe = Forwarded()
+    report = Forwarded()
+
     @property
-    def behind(self) -> State:
+    def behind(self) -> Attached[Any]:
         """The error-feedback state of the one optimizer that uses this instance.
 
         Raises:
             NotAttachedError: no optimizer uses it, or several do.
         """
-        return self._only_state()
-
-    def stats(self) -> Stats:
-        """Totals and norms so far, of the one optimizer that uses this instance."""
-        return self._only_state().stats()
-
-    @property
-    def tensors(self) -> dict[str, list[int]]:
-        """Names and shapes of the compressed gradients, of the one optimizer that uses this."""
-        return self._only_state().tensors
-
-    @property
-    def reduction(self) -> str:
-        """Whether ranks' gradients are combined by "average" or "sum"."""
-        return self._only_state().reduction
-
-    @property
-    def active(self) -> bool:
-        """Whether the one optimizer that uses this instance compresses anything."""
-        return self._only_state().active
-
-    @property
-    def steps(self) -> int:
-        """Steps that have ended, of the one optimizer that uses this instance."""
-        return self._only_state().steps
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank, and the number of ranks that exchange gradients."""
-        return self._only_state().place
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of this rank's residuals, of the one optimizer that uses this instance."""
-        return self._only_state().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's residuals into the one optimizer that uses this instance."""
-        self._only_state().load_state_dict(state)
-
-    def reset(self) -> None:
-        """Set all residuals to zero, of the one optimizer that uses this instance."""
-        self._only_state().reset()
-
-    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """Call `callback` at the end of every step of the one optimizer that uses this."""
-        self._only_state().on_step(callback)
-
-    def report(self, value: SupportsFloat) -> None:
-        """Report a value such as the loss to the guard of the one optimizer that uses this."""
-        self._only_state().report(value)
+        if name := horovods():
+            return ByHorovod(name, self.framework)
+        if len(self._living_states()) > 1:
+            gc.collect()  # Horovod's optimizers are reference cycles
+        states = self._living_states()
+        if len(states) != 1:
+            raise NotAttachedError(
+                f"{len(states)} optimizers use this TopKEF, exactly one was expected",
+                cure="Ask TopKEF.of(optimizer) for the state behind one optimizer",
+            )
+        return states[0]
 
     def _begin(self) -> None:  # noqa: B027  # a subclass may have nothing to set
         """Set the attributes of a compressor that no optimizer uses yet."""
@@ -316,22 +237,8 @@ class BaseCompressor(abc.ABC):
         """Raise ConfigError if `scaler` cannot be used as `grad_scaler=`."""
 
     @abc.abstractmethod
-    def _living_states(self) -> Sequence[State]:
+    def _living_states(self) -> Sequence[Attached[Any]]:
         """States of the optimizers that use this instance, oldest first."""
-
-    def _only_state(self) -> State:
-        if name := horovods():
-            state: State = ByHorovod(name, self.framework)
-            return state
-        if len(self._living_states()) > 1:
-            gc.collect()  # Horovod's optimizers are reference cycles
-        states = self._living_states()
-        if len(states) != 1:
-            raise NotAttachedError(
-                f"{len(states)} optimizers use this TopKEF, exactly one was expected",
-                cure="Ask TopKEF.of(optimizer) for the state behind one optimizer",
-            )
-        return states[0]
 
 
 def call(name: str, settings: Mapping[str, object]) -> str:
