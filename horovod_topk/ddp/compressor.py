@@ -25,7 +25,7 @@ from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.collective import GroupCollective
-from horovod_topk.torch_training.compressor import TrainingCompressor
+from horovod_topk.torch_training.state import TrainingCompressor
 from horovod_topk.torch_training.tracing import untraced
 
 Parameters = ParamSpec("Parameters")

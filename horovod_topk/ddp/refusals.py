@@ -1,8 +1,8 @@
-"""Options of DistributedDataParallel that gradient compression does not support."""
+"""Models and optimizers whose gradients cannot be compressed with DistributedDataParallel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from horovod_topk.errors import ConfigError
-from horovod_topk.torch_training.replacing import REWRAP
+from horovod_topk.methods.protocol import Method
+
+REWRAP = "wrap the module anew, DistributedDataParallel(model.module), and attach to that"
 
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # by name: importing them takes a second
 
@@ -110,3 +112,48 @@ def _counted_by(model: Any) -> tuple[int, int] | None:
         return facts["num_parameter_tensors"], facts["total_parameter_size_bytes"]
     except KeyError:
         return None
+
+
+def check_optimizer(optimizer: Any, names: Mapping[Tensor, str]) -> None:
+    """Refuse an optimizer whose parameters are not the model's trained parameters.
+
+    names: name of each parameter that the model trains.
+
+    Raises:
+        ConfigError: a parameter is missing in the optimizer or in the model.
+    """
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    missing = next((name for p, name in names.items() if p not in stepped), None)
+    if missing is not None or any(p.requires_grad and p not in names for p in stepped):
+        raise ConfigError(
+            "the optimizer has not all parameters that the model trains, or has others",
+            tensor=missing,
+            cure="Give each model one optimizer, of all that it trains: several, as Muon beside "
+            "AdamW, in a class around them, as docs/ddp.md shows. Set requires_grad=False for what "
+            "is not trained before the model is distributed",
+        )
+
+
+def check_inherits(before: Method, config: Method, changed: Collection[str]) -> None:
+    """Refuse a new optimizer that cannot inherit the residuals of the one that it replaces.
+
+    Args:
+        before: settings of the optimizer that is replaced.
+        config: the new settings.
+        changed: names of parameters that are trained now and were not, or the other way round.
+
+    Raises:
+        ConfigError: the method, its exchange, or the trained parameters differ.
+    """
+    if changed:
+        raise ConfigError(
+            "its requires_grad was changed since compression was attached",
+            tensor=min(changed),
+            cure=f"Set it back, or {REWRAP}",
+        )
+    old, new = (f"{type(c).__name__} with exchange={c.exchange!r}" for c in (before, config))
+    if old != new:
+        raise ConfigError(
+            f"{old} is attached, and {new} cannot take over its residuals",
+            cure=f"Attach the same compressor with the same exchange, or {REWRAP}",
+        )

@@ -15,121 +15,139 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk import reporting
-from horovod_topk.core.run.base_compressor import BaseCompressor
+from horovod_topk.core.run.attached import Attached
+from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, STEPS
 from horovod_topk.ddp.hooks import Hooks
-from horovod_topk.ddp.refusals import check_trained
-from horovod_topk.errors import ConfigError
-from horovod_topk.torch_training import specs
+from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_optimizer, check_trained
+from horovod_topk.errors import ConfigError, NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.collective import GroupCollective
-from horovod_topk.torch_training.copies import CopiedState, OfOneModel
-from horovod_topk.torch_training.momentum import check_not_twice
-from horovod_topk.torch_training.replacing import REWRAP, check_inherits, inherited
-from horovod_topk.torch_training.stepping import check_optimizer
+from horovod_topk.torch_training.optimizer_settings import check_has_hooks, check_not_twice
+from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
 from horovod_topk.torch_training.tracing import untraced
 
+Groups = Sequence[Sequence[Tensor]]
 
-class DDPState(CopiedState):
+
+class DDPState(TrainingState):
     """State of one model's communication hook, as `TopKEF.of(model)` returns it.
 
-    A copy of it, as in a pickled model, exchanges nothing: PyTorch does not register hooks again,
-    and `OfOneModel` keeps the copied model from training.
+    A copy of it, as in a pickled model, keeps its residuals and compresses nothing: PyTorch does
+    not register hooks again, and `check_is_compressed` keeps the copied model from training. Attach
+    a compressor to the copied model, and give `load_state_dict` what the copy's `state_dict()`
+    returns.
 
     Args:
         model: the model, without a communication hook.
         optimizer: the optimizer of its parameters.
         compressor: the compressor with the settings.
         groups: lists of parameters that are sent together.
-        before: the state of the optimizer that is replaced, if there is one.
     """
 
     hooks = Hooks
     _hooks: Hooks
+    is_copy = False
 
     def __init__(
         self,
         model: DistributedDataParallel,
         optimizer: Any,
-        compressor: BaseCompressor,
-        groups: Sequence[Sequence[Tensor]] | None = None,
-        before: DDPState | None = None,
+        compressor: TrainingCompressor,
+        groups: Groups | None = None,
     ) -> None:
-        names = specs.trained_names(model.module, model.parameters_to_ignore)
+        names = _trained_names(model)
         label = f"a {type(model.module).__name__} with {len(names)} parameters"
         ranks = SimpleNamespace(included=lambda: True, size=model.process_group.size)
-        super().__init__(optimizer, names, ranks, label)
+        super().__init__(optimizer, ranks, label)
         check_optimizer(optimizer, names)
         self._model = weakref.ref(model)
         self._futures: list[tuple[Future[Tensor], Tensor]] = []  # DDP waits for them
         self._failed: BaseException | None = None  # to be raised at the end of backward
-        config = compressor.config
+        self._names = names
         if not self.active:
-            check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
-            self._leave(optimizer, config)
+            self._leave_alone(optimizer, compressor)
             return
-        if before is None:
-            check_trained(model, names)
-        else:
-            changed = {*names.values()} ^ {*before._names.values()}
-            check_inherits(before._compressor.config, config, changed)
-        config = self._fit_settings(optimizer, config, compressor.deferred)
-        plan = specs.plan_of(optimizer, names, config, "average", groups or ())
-        self._attach(optimizer, plan, GroupCollective(model.process_group), compressor.grad_scaler)
-        if before is not None:
-            self.load_state_dict(inherited(before._compressor, self.state_dict()))
-        self._watch(optimizer, ((p, specs.accumulation_of(p)) for p in names))
-        self._hooks.is_registered = partial(_has_hook, self._model)
-        model.join_hook = OfOneModel(model)  # type: ignore[method-assign]
+        check_trained(model, names)
+        collective = GroupCollective(model.process_group)
+        hooks = self._hooks_for(optimizer, names, compressor, collective, groups=groups or ())
+        self._watch_own(hooks, optimizer)
+        self._use(hooks)
+        self._check = model.register_forward_pre_hook(check_is_compressed)
+        model.join_hook = refuse_join  # type: ignore[method-assign]  # PyTorch has no hook for it
+
+    def _leave_alone(self, optimizer: Any, compressor: TrainingCompressor) -> None:
+        config = compressor.config
+        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+        self._leave(optimizer, config)
+
+    def _watch_own(self, hooks: Any, optimizer: Any) -> None:
+        """As `_watch`, for all parameters."""
+        hooks.is_registered = lambda: not all(s.is_copy for s in _states_of(self._model()))
+        self._watch(hooks, optimizer, ((p, _accumulation_of(p)) for p in self._names))
 
     def detach(self) -> None:
         """As `TrainingState.detach`."""
         super().detach()
-        vars(self._model()).pop("join_hook", None)
+        if self.active:
+            self._check.remove()
+            vars(self._model()).pop("join_hook", None)
 
     def replace(
         self,
         model: DistributedDataParallel,
         optimizer: Any,
-        compressor: BaseCompressor,
-        groups: Sequence[Sequence[Tensor]] | None = None,
+        compressor: TrainingCompressor,
+        groups: Groups | None = None,
     ) -> None:
         """Compress for another optimizer from the next backward on; see `inherited`.
-
-        DDP can register no second hook, so this object takes over the content of a new state.
 
         Raises:
             ConfigError, StateDictError, PlanMismatchError: as `attach`; nothing has changed.
         """
-        if optimizer is self._optimizer():
+        if self.active and optimizer is self._hooks.optimizer():
             raise ConfigError(
                 "compression is attached to this model and this optimizer already",
                 cure=f"Pass a new optimizer to replace this one, or {REWRAP}",
             )
-        new = DDPState(model, optimizer, compressor, groups, before=self)
-        if self.active:
-            self._drop_step()
-            self._hooks.remove()
-            new._compressor.callbacks += self._compressor.callbacks
-        vars(self).update(vars(new))
+        names = _trained_names(model)
+        check_has_hooks(optimizer)
+        check_optimizer(optimizer, names)
+        if not self.active:
+            self._leave_alone(optimizer, compressor)
+            return
+        before, changed = self._compressor, {*names.values()} ^ {*self._names.values()}
+        check_inherits(before.config, compressor.config, changed)
+        collective = GroupCollective(model.process_group)
+        hooks = self._hooks_for(optimizer, names, compressor, collective, groups=groups or ())
+        hooks.compressor.load_state_dict(inherited(before, hooks.compressor.state_dict()))
+        self._watch_own(hooks, optimizer)
+        self._drop_step()
+        self._hooks.remove()
+        hooks.compressor.callbacks += before.callbacks
+        self._use(hooks)
 
     def take(self, bucket: Any) -> Future[Tensor]:
         """Note the ready gradients of DDP's bucket; launch buckets that are complete with them.
 
         An error is raised at the end of backward: DDP cannot go on after an error in a hook.
         """
-        self.check_is_no_copy()
+        if self.is_copy:
+            raise NotAttachedError(
+                "the state behind this model was copied or unpickled",
+                cure="Call TopKEF().attach(model, optimizer), and load the copy's state_dict()",
+            )
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if not self.active:
@@ -140,8 +158,8 @@ class DDPState(CopiedState):
             self._failed = None
         self._futures.append((future, buffer))
         with self._failing_later(), torch.no_grad():
-            self._hooks.others.check_is_alive()
-            for p, gradient in specs.gradients_in(buffer, bucket.parameters()):
+            self._hooks.check_is_alive()
+            for p, gradient in _gradients_in(buffer, bucket.parameters()):
                 slot = self._buckets.slots.get(id(p))  # None: frozen when compression was attached
                 if slot is not None and self._buckets.add(slot, gradient, gradient):
                     self._launch(slot.ordinal)
@@ -159,8 +177,7 @@ class DDPState(CopiedState):
 
     def _launch(self, ordinal: int) -> None:
         gradients = self._buckets.ready(ordinal)
-        if self._preprocessing is not None:
-            self._preprocess(self._preprocessing, ordinal, gradients)
+        self._hooks.preprocess(ordinal, gradients)
         self._compressor.launch(ordinal, gradients)
 
     def _end_backward(self) -> None:
@@ -192,21 +209,24 @@ class DDPState(CopiedState):
         Variable._execution_engine.queue_callback(self._handed_out)
 
     def _decode(self) -> None:
-        step, gain = self._compressor.step, 1.0
-        if self._preprocessing is not None:
-            gain = self._preprocessing.gain(self._optimizer())
+        gain = self._hooks.gain()
         for ordinal in [bucket.ordinal for bucket in self._compressor.plan.buckets]:
-            step.finish(ordinal, self._buckets.ready(ordinal), gain)
+            self._compressor.step.finish(ordinal, self._buckets.ready(ordinal), gain)
             self._buckets.note_exchanged(ordinal)
 
     @untraced
     @torch.no_grad()
     def _handed_out(self) -> None:
-        """Raise a kept error, or note exchanged gradients, once DDP has copied its buckets back."""
+        """Raise a kept error, or note exchanged gradients, once DDP has copied its buckets back.
+
+        DistributedDataParallel leaves out parameters that no rank has used in this step; their
+        residuals may still have sent something.
+        """
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
-        self._buckets.hand_out_rest()
+        for slot in self._buckets.slots.values():
+            slot.hand_out()
         self._hooks.exchanged()
 
     def _drop_step(self) -> None:
@@ -216,8 +236,106 @@ class DDPState(CopiedState):
             self._buckets.forget()
             self._futures = []
 
+    # Copies.
 
-def _has_hook(model: weakref.ref[DistributedDataParallel]) -> bool:
-    """Whether PyTorch calls the hook of a state with a model's gradients."""
-    states = [state for _, state in getattr(model(), "_comm_hooks", ())]
-    return any(isinstance(state, DDPState) and not state.is_copy for state in states)
+    def state_dict(self) -> dict[str, Any]:
+        """As `Attached.state_dict`; a copy returns its original's state dict."""
+        return dict(self._saved) if self.is_copy else super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"label": self.label, "saved": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        reason = "its model was copied or unpickled: attach anew"
+        Attached.__init__(self, None, "average", state["label"], reason)
+        self.is_copy, self._saved = True, state["saved"]
+
+
+def refuse_join(**kwargs: Any) -> NoReturn:
+    """Refuse DistributedDataParallel's join(), which calls this as the model's `join_hook`.
+
+    Raises:
+        UnsupportedOperationError: always.
+    """
+    raise UnsupportedOperationError(
+        "join() was called for a model whose gradients are compressed: a rank that has joined "
+        "takes part with zero gradients, and has no residuals to send",
+        cure="Give every rank the same number of steps, as DistributedSampler(drop_last=True) does",
+    )
+
+
+def check_is_compressed(model: nn.Module, inputs: Any) -> None:
+    """Refuse to train a copy of a model: a forward pre-hook, which copies of the model have, too.
+
+    PyTorch registers no communication hook with a model that is copied or unpickled, and says
+    nothing.
+
+    Raises:
+        NotAttachedError: it would train with the gradients of each rank alone, or dense.
+    """
+    copies = [state.is_copy for state in _states_of(model)]
+    if copies and all(copies) and model.training and torch.is_grad_enabled():
+        raise NotAttachedError(
+            "this model is a copy of one whose gradients are compressed, and PyTorch does not "
+            "copy communication hooks: it would train without compression",
+            cure="Call TopKEF().attach(model, optimizer) with the copy and an optimizer of its "
+            "parameters. To train without, DistributedDataParallel(model.module); to evaluate, "
+            "model.eval()",
+        )
+
+
+def _states_of(model: Any) -> list[DDPState]:
+    """States whose hook PyTorch calls with a model's gradients, and copies of states."""
+    states = (state for _, state in getattr(model, "_comm_hooks", ()))
+    return [state for state in states if isinstance(state, DDPState)]
+
+
+def inherited(before: Compressor[Tensor], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict with which the compression of a new optimizer begins.
+
+    The new one inherits the residuals of ranks and owners, and the method's own state. Momentum,
+    arrivals, learning rates, warm-up, the ratio asked for and the guard's memory start anew, as
+    they belong to the optimizer that was replaced: in the first steps of a new one its moments
+    form.
+
+    A residual that has grown because the learning rate has fallen (`core.state.learning_rates`) is
+    scaled back to gradients at the largest rate: the new optimizer's learning rate has no relation
+    to the old one's, and may be of another kind (SGD's and Adam's).
+
+    Args:
+        before: the compressor of the optimizer that is replaced.
+        own: the state dict of the new optimizer's compressor.
+    """
+    state = before.state_dict()
+    if before.rates is not None:
+        for part in (state, state.get(OWNED, {})):
+            for name, residual in part.get(RESIDUALS, {}).items():
+                residual.mul_(before.rates.decay(name))
+    kept = {key: state[key] for key in state if key in (RESIDUALS, OWNED)}
+    of_method = {METHOD_STATE + n for n, part in before.states.items() if not part.is_optional}
+    return {**own, **kept, **{key: state[key] for key in of_method}, STEPS: before.ended}
+
+
+def _trained_names(model: DistributedDataParallel) -> dict[Tensor, str]:
+    """Names of the parameters that a model trains, but for those that it ignores."""
+    parameters, ignored = model.module.named_parameters(), model.parameters_to_ignore
+    return {p: name for name, p in parameters if p.requires_grad and name not in ignored}
+
+
+def _gradients_in(memory: Tensor, parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters, and the views of their gradients, which are contiguous in flat memory.
+
+    A gradient has its parameter's strides if these are dense, and is row-major otherwise.
+    """
+    start = 0
+    for p in parameters:
+        view = memory[start : start + p.numel()]
+        start += p.numel()
+        is_dense = torch.empty_like(p).stride() == p.stride()
+        yield p, view.as_strided(p.shape, p.stride()) if is_dense else view.view(p.shape)
+
+
+def _accumulation_of(p: Tensor) -> Any:
+    """Autograd's node that adds to a parameter's gradient; alive while referenced."""
+    with torch.enable_grad():
+        return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

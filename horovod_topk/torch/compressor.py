@@ -15,8 +15,7 @@ from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.torch.collective import HorovodTalk
 from horovod_topk.torch.state import OptimizerState
-from horovod_topk.torch_training.compressor import TrainingCompressor
-from horovod_topk.torch_training.state import TrainingState
+from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
 
 
 class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  # Horovod has no annotations

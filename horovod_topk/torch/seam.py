@@ -39,8 +39,8 @@ from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.compressor import Compressor
+from horovod_topk.torch.hooks import check_all_are_known
 from horovod_topk.torch.state import OptimizerState
-from horovod_topk.torch.stepping import check_all_are_known
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.state import live_states
 from horovod_topk.torch_training.tracing import untraced
@@ -84,9 +84,9 @@ def _wrap_init(original: Method) -> Method:
         if "op" in arguments:
             reduction_of(arguments["op"], hvd)
         exchanges = _without_hooks(self, lambda: original(self, *args, **kwargs))
-        state = OptimizerState(self, compressor.config, compressor.grad_scaler, compressor.deferred)
+        state = OptimizerState(self, compressor)
         self._topkef = self._compression = state
-        state.begin(self._register_hooks if exchanges else None)
+        state.begin(self, self._register_hooks if exchanges else None)
         compressor.attached(state)
         _BUILT.add(self)
 
@@ -207,7 +207,7 @@ def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
 def _wrap_allreduce_grad_async(original: Method) -> Method:
     def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
         state: OptimizerState | None = getattr(self, "_topkef", None)
-        collect = None if state is None else state.ready(p)
+        collect = None if state is None else state.ready(self, p)
         return original(self, p) if collect is None else (collect, None)
 
     return _allreduce_grad_async

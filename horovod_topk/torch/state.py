@@ -3,82 +3,83 @@
 Horovod calls `ready` from a parameter's hook, or from `synchronize()` if the hook did not fire. In
 `synchronize()` it calls the function that `ready` has returned, once for each parameter. The last
 gradient of a bucket launches the bucket; the first of these functions waits for it. No hook blocks.
+
+A sparse gradient is left to Horovod's allgather if no setting or residual forbids it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import horovod.torch as hvd
 import torch
+from horovod.torch.optimizer import split_list
 from torch import Tensor
 
 from horovod_topk.core.exchange.membership import check_steps_kept, elastic
-from horovod_topk.methods.protocol import Method
+from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.reductions import reduction_of
+from horovod_topk.errors import ConfigError, ShapeChangedError
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.hooks import Hooks
-from horovod_topk.torch.planning import plan_of
-from horovod_topk.torch.sparse import check_may_leave, values_alone
-from horovod_topk.torch_training.momentum import check_not_twice
-from horovod_topk.torch_training.ready import Slot, first_elements
-from horovod_topk.torch_training.scaling import Scaler
-from horovod_topk.torch_training.state import TrainingState
+from horovod_topk.torch_training.gradients import Slot, first_elements
+from horovod_topk.torch_training.optimizer_settings import check_not_twice
+from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
 from horovod_topk.torch_training.tracing import untraced
 
 log = logging.getLogger("horovod_topk")
 
 
 class OptimizerState(TrainingState):
-    """State of one distributed optimizer, as `TopKEF.of(optimizer)` returns it."""
+    """State of one distributed optimizer, as `TopKEF.of(optimizer)` returns it.
+
+    Args:
+        optimizer: the optimizer, whose private attributes Horovod's constructor has set.
+        compressor: the compressor with the settings.
+    """
 
     hooks = Hooks
 
-    def __init__(
-        self,
-        optimizer: Any,
-        config: Method,
-        grad_scaler: Scaler | None = None,
-        deferred: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Any, compressor: TrainingCompressor) -> None:
         names = optimizer._parameter_names
         label = f"{type(optimizer).__name__} with {len(names)} parameters"
-        super().__init__(optimizer, names, optimizer.process_set, label)
+        super().__init__(optimizer, optimizer.process_set, label)
         self._late_are_checked = False  # whether `synchronize()` has checked late gradients
         self._handles = optimizer._handles
         self._is_elastic = elastic()
+        self._config = config = compressor.config
         if not self.active:
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
-            self._config = config
             return
-        config = self._fit_settings(optimizer, config, deferred or {})
-        if self._rule is not None:
-            optimizer.sparse_as_dense = True  # Horovod would exchange sparse ones without momentum
         collective = HorovodCollective(optimizer.process_set)
-        self._attach(optimizer, plan_of(optimizer, config), collective, grad_scaler)
+        reduction, groups = reduction_of(optimizer.op, hvd), _asked_groups(optimizer)
+        hooks = self._hooks_for(optimizer, names, compressor, collective, reduction, groups)
+        if hooks.updates is not None:
+            optimizer.sparse_as_dense = True  # Horovod would exchange sparse ones without momentum
+        self._use(hooks)
 
-    def begin(self, register_hooks: Callable[[], None] | None) -> None:
+    def begin(self, optimizer: Any, register_hooks: Callable[[], None] | None) -> None:
         """Register hooks on the optimizer, after all checks have passed.
 
         register_hooks: registers Horovod's own hooks on parameters; None: it exchanges nothing.
         """
-        optimizer: Any = self._optimizer()
         if self.active:
             optimizer._groups = None  # buckets replace groups, with one hook a parameter
         if register_hooks is not None:
             register_hooks()
         if self.active:
-            groups = (group["params"] for group in optimizer.param_groups)
-            trained = [p for group in groups for p in group if p.requires_grad]
             try:
-                self._watch(optimizer, zip(trained, optimizer._grad_accs, strict=True))
+                accumulations = zip(_trained(optimizer), optimizer._grad_accs, strict=True)
+                self._watch(self._hooks, optimizer, accumulations)
             except BaseException:
                 optimizer._grad_accs.clear()  # and with them Horovod's hooks
                 raise
             return
         norm = self._config.clip_norm
-        gradients = None if norm is None else partial(values_alone, optimizer, norm)
+        gradients = None if norm is None else partial(_values_alone, optimizer, norm)
         self._leave(optimizer, self._config, gradients)
 
     # Methods that Horovod calls on a compressor, for gradients that are not compressed here.
@@ -96,7 +97,7 @@ class OptimizerState(TrainingState):
     # Methods that the patched optimizer and its hooks call.
 
     @untraced
-    def ready(self, p: Tensor) -> Callable[[], Tensor] | None:
+    def ready(self, optimizer: Any, p: Tensor) -> Callable[[], Tensor] | None:
         """Note that a parameter's gradient is ready; launch its bucket if it was the last.
 
         Returns:
@@ -106,12 +107,12 @@ class OptimizerState(TrainingState):
         Raises:
             ShapeChangedError, GradientChangedError, RepeatedSynchronizeError, ConfigError.
         """
-        slot = self._buckets.slots.get(id(p))
+        slot = self._buckets.slots.get(id(p)) if self.active else None
         if slot is None:
             return None
-        optimizer: Any = self._optimizer()
-        if self._handles is not optimizer._handles:
-            self._forget_abandoned(optimizer)
+        if self._handles is not optimizer._handles:  # `optimizer.load_state_dict()` has cut off
+            self._compressor.abandon()
+            self._forget_step(optimizer)
         fired = optimizer._allreduce_delay[p] == 0
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -133,11 +134,10 @@ class OptimizerState(TrainingState):
 
     def _collect(self, slot: Slot) -> Tensor:
         """Return the exchanged gradient of a parameter; the first call waits for its bucket."""
-        ordinal, step, gain = slot.ordinal, self._compressor.step, 1.0
+        ordinal, step = slot.ordinal, self._compressor.step
         if slot.exchanged is None or ordinal in step.sent:
             with torch.no_grad():
-                if self._preprocessing is not None:
-                    gain = self._preprocessing.gain(self._optimizer())
+                gain = self._hooks.gain()
                 step.finish(ordinal, self._buckets.gradients(ordinal), gain)
             self._buckets.note_exchanged(ordinal)
             self._late_are_checked = False
@@ -154,8 +154,7 @@ class OptimizerState(TrainingState):
             self._meet()
         self._buckets.sent.pop(ordinal, None)
         gradients = self._buckets.gradients(ordinal)
-        if self._preprocessing is not None:
-            self._preprocess(self._preprocessing, ordinal, gradients)
+        self._hooks.preprocess(ordinal, gradients)
         self._buckets.sent[ordinal] = first_elements(gradients)
         self._compressor.launch(ordinal, gradients)
 
@@ -174,16 +173,11 @@ class OptimizerState(TrainingState):
                 units,
             )
 
-    def _forget_abandoned(self, optimizer: Any) -> None:
-        """Drop a step that `optimizer.load_state_dict()` cut off: it replaces the handles."""
-        self._compressor.abandon()
-        self._forget_step(optimizer)
-
     def _drop_step(self) -> None:
         """Discard a step that has begun, as Horovod does in `optimizer.load_state_dict()`."""
-        optimizer: Any = self._optimizer()
         if not self.active:
             return
+        optimizer = self._hooks.optimizer()
         if optimizer._handles:
             optimizer._handles = {}
             for p in optimizer._allreduce_delay:
@@ -198,19 +192,85 @@ class OptimizerState(TrainingState):
 
     def _release(self, slot: Slot) -> None:
         """Leave a parameter with sparse gradients to Horovod, before its bucket is first sent."""
-        check_may_leave(slot.spec.name, self._compressor)
         name = slot.spec.name
+        _check_may_leave(name, self._compressor)
         self._compressor.rollback()
         self._buckets.forget_exchanged()
         plan = self._compressor.plan.without(name)
         self._compressor.replan(plan)
         self._buckets.index(plan)
         self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
-        if slot.ordinal in self._buckets and self._buckets.is_complete(slot.ordinal):
+        if self._buckets.is_complete(slot.ordinal):
             self._launch(slot.ordinal)
 
     def _check_late_sparse(self, optimizer: Any) -> None:
         """Refuse late sparse gradients before `synchronize()` sends; see `Buckets.check_late`."""
         if not optimizer.sparse_as_dense:
             for slot in self._buckets.late_sparse():
-                check_may_leave(slot.spec.name, self._compressor)
+                _check_may_leave(slot.spec.name, self._compressor)
+
+
+def _asked_groups(optimizer: Any) -> Iterator[Sequence[Tensor]]:
+    """The user's `groups=` as lists of parameters; Horovod splits them if it is a number."""
+    if isinstance(optimizer._groups, list):
+        yield from optimizer._groups
+    elif optimizer._groups is not None:
+        yield from split_list(_trained(optimizer), optimizer._groups)
+
+
+def _trained(optimizer: Any) -> list[Tensor]:
+    groups = (group["params"] for group in optimizer.param_groups)
+    return [p for parameters in groups for p in parameters if p.requires_grad]
+
+
+# Sparse gradients.
+
+
+def _check_may_leave(name: str, compressor: Compressor[Tensor]) -> None:
+    """Refuse a sparse gradient to which a setting would not apply, or with a residual.
+
+    Raises:
+        ConfigError: a setting changes gradients before they are exchanged.
+        ShapeChangedError: the gradient's residual is not zero.
+    """
+    config = compressor.plan.config
+    if config.momentum:
+        raise _refused(f"momentum={config.momentum}", name)
+    if config.clip_norm is not None:
+        raise _refused(f"clip_norm={config.clip_norm}", name)
+    norm = compressor.norm_of(name)
+    if norm > 0.0:
+        raise ShapeChangedError(
+            f"its gradient became sparse, and a residual of norm {norm:.3g} would be lost",
+            tensor=name,
+            cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
+        )
+
+
+def _refused(setting: str, tensor: str) -> ConfigError:
+    """The error for a setting that would have no effect on a sparse gradient."""
+    return ConfigError(
+        f"its gradient is sparse, and {setting} is for gradients that are compressed: Horovod "
+        "would exchange this one as it is",
+        tensor=tensor,
+        cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer, or sparse=False to the layer",
+    )
+
+
+def _values_alone(optimizer: Any, clip_norm: float) -> list[Tensor]:
+    """Dense gradients and the values of sparse ones, to be clipped where nothing is exchanged.
+
+    Sparse gradients count like their dense copies with `sparse_as_dense`.
+
+    Raises:
+        ConfigError: a gradient is sparse, and `sparse_as_dense` is off.
+    """
+    found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for p in found:
+        if p.grad.is_sparse and not optimizer.sparse_as_dense:
+            name = optimizer._parameter_names.get(p, f"of shape {list(p.shape)}")
+            raise _refused(f"clip_norm={clip_norm}", name)
+    for p in found:
+        if p.grad.is_sparse:
+            p.grad = p.grad.coalesce()  # add up duplicate indices before the norm
+    return [p.grad._values() if p.grad.is_sparse else p.grad for p in found]

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from horovod_topk.config import check_flag, check_whole
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
-from horovod_topk.torch_training.group_settings import betas_of, number_in, number_of
+from horovod_topk.torch_training.optimizer_settings import betas_of, number_in, number_of
 from horovod_topk.torch_training.preprocessing import Phase
 
 log = logging.getLogger("horovod_topk")

@@ -2,21 +2,40 @@
 
 Each bucket is preprocessed in place when it is complete, so that buckets are still sent while
 backward goes on. Without settings that need preprocessing there is no `Preprocessing`.
+
+With `torch.amp.GradScaler` every gradient is multiplied by a scale S that changes (Micikevicius et
+al. 2018, Mixed Precision Training). So that residuals do not depend on S,
+
+    compensate   a = e + g / S
+    decode       g' = S * scale * sum over ranks of decode(p_r)
+
+and the scaler divides g' by S, as it does without compression. Both operations are exact where S
+is a power of two, as by default, and nothing under- or overflows. An overflow on any rank sets a
+flag on every rank: all scalers skip the step, and no residual changes.
+
+`core.codec.clipping` gives the threshold for clipping, and the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from horovod_topk.core.codec.clipping import LocalClip
+from horovod_topk.core.codec.clipping import LocalClip, Scope
 from horovod_topk.core.plan.buckets import Plan
+from horovod_topk.errors import ConfigError, GradientChangedError, UnsupportedDtypeError
 from horovod_topk.methods.protocol import Method
-from horovod_topk.torch_training.clipping import local_clip
-from horovod_topk.torch_training.scaling import ONE, LossScale, Scaler, check_dtypes
+from horovod_topk.torch_training.tracing import untraced
+
+STRETCH = 1 << 16  # elements of a stretch that is summed in float32
+LOOKS = 8  # first exchanges after which it is looked whether a GradScaler divides gradients
+UNSCALED = 1024.0  # what clipping divides by is less
 
 
 @dataclass(frozen=True)
@@ -50,34 +69,35 @@ class Preprocessing:
     """Unscales, clips and converts one optimizer's gradients before they are compressed.
 
     Args:
-        scaler: the loss scaler that has scaled the gradients, or None.
+        scaler: the `torch.amp.GradScaler` that has scaled the gradients, or None.
         clip: clips the gradients, or None.
         own: the optimizer, if it exchanges something other than gradients.
     """
 
     def __init__(
-        self,
-        scaler: Scaler | None,
-        clip: LocalClip[Tensor] | None,
-        own: ExchangesOwn | None = None,
+        self, scaler: Any, clip: LocalClip[Tensor] | None, own: ExchangesOwn | None = None
     ) -> None:
-        self._loss_scale = None if scaler is None else LossScale(scaler)
-        self._scale, self._clip, self._own = ONE, clip, own
-        self._phase = Phase(0, 1.0)
+        self._scaler, self._clip, self._own = scaler, clip, own
+        self._scale, self._phase = ONE, Phase(0, 1.0)
 
     @classmethod
-    def of(cls, scaler: Scaler | None, plan: Plan, optimizer: Any) -> Preprocessing | None:
+    def of(cls, scaler: Any, plan: Plan, optimizer: Any) -> Preprocessing | None:
         """The preprocessing that settings and optimizer need; None: none.
 
         Raises:
-            UnsupportedDtypeError: a scaler cannot unscale these gradients.
+            UnsupportedDtypeError: a gradient is float16, and may underflow when it is unscaled.
         """
         norm = plan.config.clip_norm
         own = optimizer if isinstance(optimizer, ExchangesOwn) else None
         if scaler is None and norm is None and own is None:
             return None
-        if scaler is not None:
-            check_dtypes(plan)
+        for tensor in plan.tensors():
+            if scaler is not None and tensor.spec.dtype == "float16":
+                raise UnsupportedDtypeError(
+                    "grad_scaler= was given, and float16 gradients cannot be unscaled",
+                    tensor=tensor.spec.name,
+                    cure="Keep parameters in float32 and use torch.autocast, as GradScaler demands",
+                )
         return cls(scaler, None if norm is None else local_clip(norm, plan.reduction), own)
 
     def begin(self, optimizer: Any, ranks: int, phase: Phase) -> None:
@@ -92,9 +112,8 @@ class Preprocessing:
             GradientChangedError: the scaler has unscaled the gradients already.
             ConfigError: the scale is zero or not finite.
         """
-        if self._loss_scale is not None:
-            self._loss_scale.check_not_unscaled(optimizer)
-            self._scale = self._loss_scale.now()
+        self._check_not_unscaled(optimizer)
+        self._scale = scale_of(self._scaler)
         if self._clip is not None:
             self._clip.begin(ranks)
         self._phase = phase
@@ -116,6 +135,201 @@ class Preprocessing:
         Raises:
             GradientChangedError: the scaler has unscaled the gradients that were sent.
         """
-        if self._loss_scale is not None:
-            self._loss_scale.check_not_unscaled(optimizer)
+        self._check_not_unscaled(optimizer)
         return self._scale.number
+
+    def _check_not_unscaled(self, optimizer: Any) -> None:
+        """Refuse gradients that the scaler has unscaled before they were exchanged.
+
+        Unscaling, also by `step()`, does not change a tensor's version, so the scaler is asked.
+        """
+        states: Any = getattr(self._scaler, "_per_optimizer_states", {})
+        stage = states[id(optimizer)]["stage"] if id(optimizer) in states else None
+        if getattr(stage, "name", "") == "UNSCALED":
+            raise GradientChangedError(
+                "GradScaler unscaled the gradients before they were exchanged",
+                cure="Call optimizer.synchronize() after backward(), and then scaler.step() inside "
+                "optimizer.skip_synchronize()",
+            )
+
+
+# Loss scaling.
+
+
+def check_scaler(scaler: object) -> None:
+    """Refuse an object that is not a GradScaler.
+
+    Raises:
+        ConfigError: methods of a GradScaler are missing.
+    """
+    if scaler is None or all(hasattr(scaler, each) for each in ("get_scale", "is_enabled")):
+        return
+    raise ConfigError(
+        f"grad_scaler={scaler!r} is no gradient scaler",
+        cure="Pass the torch.amp.GradScaler that scales the loss, or None",
+    )
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The loss scale at the time when the first bucket of a step was sent."""
+
+    value: float | Tensor  # a tensor on an accelerator; only `number` waits for it
+
+    def divide(self, gradients: Sequence[Tensor]) -> None:
+        """Divide gradients by the scale, in place."""
+        if isinstance(self.value, float):
+            if self.value != 1.0:
+                for gradient in gradients:
+                    gradient.mul_(1.0 / self.value)
+            return
+        for gradient in gradients:
+            gradient.mul_(self.value.double().reciprocal().to(gradient))
+
+    @cached_property
+    def number(self) -> float:
+        """The scale as a float. Waits for the device, as decoding does right after."""
+        return self.value if isinstance(self.value, float) else float(self.value)
+
+
+ONE = Scale(1.0)
+
+
+def scale_of(scaler: Any) -> Scale:
+    """The present scale of a GradScaler, or 1, read without waiting for an accelerator.
+
+    Raises:
+        ConfigError: the scale is on the host, and zero or not finite.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return ONE
+    scale = getattr(scaler, "_scale", None)
+    if isinstance(scale, Tensor) and scale.device.type != "cpu":
+        return Scale(scale.clone())  # update() writes it in place
+    number = float(scaler.get_scale())
+    if not 0.0 < number < math.inf:
+        raise ConfigError(
+            f"the GradScaler's scale is {number}, by which no gradient can be divided",
+            cure="Look for what makes every step overflow, and start a new GradScaler",
+        )
+    return Scale(number)
+
+
+class UnknownScaler:
+    """Notices that gradients are divided between exchange and step, as a GradScaler does.
+
+    It looks at the largest element of one gradient, after the first exchanges only.
+
+    Attributes:
+        looks: number of exchanges that are still looked at.
+    """
+
+    def __init__(self) -> None:
+        self.looks = LOOKS
+        self._seen: tuple[Tensor, int, float, int] | None = None
+
+    def note(self, gradients: Iterable[Tensor | None]) -> None:
+        """Note the gradients that were exchanged. Waits for the device."""
+        self._seen, self.looks = None, self.looks - 1
+        for gradient in gradients:
+            if gradient is not None and not gradient.is_sparse and gradient.numel():
+                at = int(gradient.reshape(-1).abs().argmax())
+                value = float(gradient.reshape(-1)[at])
+                if value and math.isfinite(value):
+                    self._seen = gradient, at, value, gradient._version
+                    return
+
+    def divisor(self, optimizer: Any) -> float:
+        """What the gradients that a step begins with were divided by; 1: no scaler divides them."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return 1.0
+        if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused step divides
+            return float(scale)
+        gradient, at, before, version = seen
+        now = float(gradient.reshape(-1)[at])
+        divisor = before / now if now else 1.0
+        if gradient._version != version:  # clipping writes, perhaps after a scaler
+            return divisor if UNSCALED <= divisor < math.inf else 1.0
+        return divisor if math.frexp(divisor)[0] == 0.5 else 1.0  # a scale is a power of 2
+
+
+# Clipping.
+
+
+def clip_alone(
+    optimizer: Any, clip_norm: float, gradients: Callable[[], Sequence[Tensor]] | None = None
+) -> Any:
+    """Clip gradients before each step where nothing is exchanged, as with one rank.
+
+    gradients: returns the gradients of a step, clipped in place; None: the `grad` of every
+        parameter.
+
+    Returns:
+        The handle of the hook that was registered with the optimizer.
+    """
+    clip = local_clip(clip_norm, "sum")
+
+    @torch.no_grad()
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler if the step unscales
+        clip.begin(ranks=1, units=1.0 if scale is None else float(scale))
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for gradient in _gradients_of(optimizer) if gradients is None else gradients():
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for each in by_device.values():
+            clip.clip(each)
+
+    return optimizer.register_step_pre_hook(untraced(before_step))
+
+
+def _gradients_of(optimizer: Any) -> list[Tensor]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def local_clip(clip_norm: float, reduction: str) -> LocalClip[Tensor]:
+    """Make the clipper of a rank's gradients, bucket by bucket as they become ready."""
+    return LocalClip(clip_norm, reduction, Scope.SO_FAR, Norms())
+
+
+class Norms:
+    """`core.codec.clipping.Norms`: floats for host gradients, tensors on accelerators.
+
+    To avoid waiting for accelerators, the gradients on each device are clipped by their own norm.
+    """
+
+    def place(self, gradients: Sequence[Tensor]) -> object:
+        """`Norms.place`: the device."""
+        return gradients[0].device
+
+    def norm(self, gradients: Sequence[Tensor], before: float | Tensor) -> float | Tensor:
+        """`Norms.norm`."""
+        if gradients[0].device.type == "cpu" and not isinstance(before, Tensor):
+            return math.hypot(before, *map(_norm_on_host, gradients))
+        earlier = torch.as_tensor(before, device=gradients[0].device).double()
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([earlier, *norms]))
+        return norm
+
+    def reduce(self, gradients: Sequence[Tensor], threshold: float, norm: float | Tensor) -> None:
+        """`Norms.reduce`."""
+        if isinstance(norm, Tensor):
+            factor = (threshold / norm).clamp(max=1.0)
+            for gradient in gradients:
+                gradient.mul_(factor.to(gradient.dtype))
+        elif threshold < norm < math.inf:
+            for gradient in gradients:
+                gradient.mul_(threshold / norm)
+
+
+def _norm_on_host(gradient: Tensor) -> float:
+    """Euclidean norm from stretches, since one long float32 sum loses its third digit.
+
+    float64 sums cost many times as much, and are used only where float32 overflows.
+    """
+    dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
+    flat: Any = gradient.reshape(-1)
+    norms = torch.stack([torch.linalg.vector_norm(s, dtype=dtype) for s in flat.split(STRETCH)])
+    norm = float(torch.linalg.vector_norm(norms, dtype=torch.float64))
+    return norm if math.isfinite(norm) else float(gradient.double().norm())

@@ -1,7 +1,7 @@
 """Error feedback of one PyTorch optimizer, as the adapters of Horovod and torch DDP share it.
 
 An adapter chooses the gradients and the collective, notes when each gradient is ready, and writes
-the exchanged gradients back. All other parts of a step are here.
+the exchanged gradients back. All other parts of a step are here and in `steps.py`.
 """
 
 from __future__ import annotations
@@ -9,36 +9,36 @@ from __future__ import annotations
 import abc
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from horovod_topk import reporting
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.agreement import agree
 from horovod_topk.core.exchange.membership import check_elastic, elastic
 from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.run.attached import Attached
+from horovod_topk.core.run.base_compressor import BaseCompressor
 from horovod_topk.core.run.compressor import Compressor
-from horovod_topk.core.run.optimizers import guarded
 from horovod_topk.core.run.stats import Stats, describe
 from horovod_topk.core.run.timing import Timed
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch_training.buckets import Buckets
-from horovod_topk.torch_training.clipping import clip_alone
-from horovod_topk.torch_training.hooks import Hooks
-from horovod_topk.torch_training.momentum import advise, fit_momentum, hand_over
-from horovod_topk.torch_training.preprocessing import ExchangesOwn, Phase, Preprocessing
-from horovod_topk.torch_training.rates import followed, why_not_followed
-from horovod_topk.torch_training.scaling import Scaler
-from horovod_topk.torch_training.stepping import check_evaluates_once, frozen
+from horovod_topk.torch_training import optimizer_settings as settings
+from horovod_topk.torch_training.gradients import Buckets, plan_of
+from horovod_topk.torch_training.preprocessing import (
+    ExchangesOwn,
+    Preprocessing,
+    check_scaler,
+    clip_alone,
+)
+from horovod_topk.torch_training.steps import Hooks, check_evaluates_once
 from horovod_topk.torch_training.updates import Updates, moments
-from horovod_topk.torch_training.wrappers import check_has_hooks
-from horovod_topk.updates.tracker import Rule, Tracker
+from horovod_topk.updates.tracker import Tracker
 
 log = logging.getLogger("horovod_topk")
 
@@ -50,99 +50,120 @@ def live_states() -> list[TrainingState]:
     return list(_LIVE)
 
 
+class TrainingCompressor(BaseCompressor):
+    """A compressor with weak references to the states of the optimizers that use it."""
+
+    framework = "torch"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._states: weakref.WeakSet[TrainingState] = weakref.WeakSet()
+
+    def attached(self, state: TrainingState) -> None:
+        """Remember an optimizer's state."""
+        self._states.add(state)
+        reporting.watch(state)
+
+    @staticmethod
+    def _check_scaler(scaler: object) -> None:
+        check_scaler(scaler)
+
+    def _living_states(self) -> list[TrainingState]:
+        return list(self._states)
+
+
 class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
     """Error feedback of one optimizer; `Attached` has the methods for users.
 
     Args:
         optimizer: the optimizer of the gradients.
-        names: names of parameters; parameters without one are not compressed.
         ranks: Horovod's process set, or an object with its methods.
         label: name of the optimizer in messages.
     """
 
     framework = "torch"
     hooks: ClassVar[type[Hooks]]  # the adapter's hooks on the optimizer
+    _hooks: Hooks  # set if it is active
 
-    def __init__(self, optimizer: Any, names: Mapping[Tensor, str], ranks: Any, label: str) -> None:
-        check_has_hooks(optimizer)
+    def __init__(self, optimizer: Any, ranks: Any, label: str) -> None:
+        settings.check_has_hooks(optimizer)
         super().__init__(ranks, "average", label)
-        self._optimizer = weakref.ref(optimizer)
-        self._names = names
-        self._buckets = Buckets(names)
-        self._advice: tuple[str, ...] = ()  # warnings about the optimizer
-        self._rule: Rule | None = None  # by which the optimizer's steps are adapted
 
-    def _fit_settings(self, optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
-        """Fill in the settings that depend on the optimizer.
-
-        Raises:
-            ConfigError, UnsupportedOperationError: the settings do not fit the optimizer.
-        """
-        check_elastic(config)
-        check_evaluates_once(optimizer)
-        config, self._rule = fit_momentum(optimizer, config, deferred)
-        config = guarded(config, deferred)
-        if "follow_lr" in deferred:
-            why = why_not_followed(optimizer)
-            config = replace(config, follow_lr=not why)
-            if why:
-                log.info("TopKEF does not follow learning rates: %s", why)
-        if isinstance(optimizer, ExchangesOwn):
-            config = optimizer.exchange_settings(config, self._names)
-        if self._rule is None:
-            self._advice = advise(optimizer, config, is_auto="momentum" in deferred)
-        return config
-
-    def _attach(
+    def _hooks_for(
         self,
         optimizer: Any,
-        plan: Plan,
+        names: Mapping[Tensor, str],
+        compressor: TrainingCompressor,
         collective: Timed[Tensor],
-        grad_scaler: Scaler | None,
-    ) -> None:
+        reduction: str = "average",
+        groups: Iterable[Sequence[Tensor]] = (),
+    ) -> Hooks:
         """Agree with all ranks on the plan of an optimizer's gradients, and allocate memory.
 
-        Raises:
-            PlanMismatchError, ConfigError: ranks have different plans, or the exchange cannot be
-                used here.
-        """
-        config, plan = plan.config, plan.under(plan.config, self._rule)
-        self._preprocessing = Preprocessing.of(grad_scaler, plan, optimizer)
-        self._has_scaler = grad_scaler is not None
-        ops = TorchOps()
-        self._prefix = config.name or f"topkef.{plan.digest.hex()}"
-        self._ordinal = _free_ordinal(self._prefix)
-        if not elastic():  # a rank that joins late constructs its optimizer alone
-            self._ordinal = agree(plan, self._ordinal, ops, collective)
-        exchange = exchange_of(plan, ops, collective)
-        name = f"{self._prefix}.{self._ordinal}"
-        follow = None
-        if self._rule is not None:
-            follow = Tracker(
-                self._rule, ops, lambda: moments(self._optimizer(), self._names)
-            ).follow
-        self._compressor = self._state = Compressor(
-            plan, ops, PayloadCodec(ops), exchange, name, collective.timer, follow
-        )
-        self._compressor.rates = followed(optimizer, config, self._names)
-        self._compressor.frozen = self._frozen
-        self._reduction = plan.reduction
-        self._buckets.index(plan)
-        self._skipped |= plan.sent_dense()
-        log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
+        Args:
+            optimizer: the optimizer.
+            names: names of its parameters; parameters without one are not compressed.
+            compressor: the compressor with the settings.
+            collective: carries the payloads.
+            reduction: "average" or "sum" over ranks.
+            groups: lists of parameters that are sent together.
 
-    def _watch(self, optimizer: Any, accumulations: Any) -> None:
+        Returns:
+            What compresses its gradients, once `watch` and `_use` were called.
+
+        Raises:
+            ConfigError, UnsupportedOperationError: the settings do not fit the optimizer, or the
+                exchange cannot be used here.
+            PlanMismatchError: ranks have different plans.
+        """
+        check_elastic(compressor.config)
+        check_evaluates_once(optimizer)
+        deferred, scaler = compressor.deferred, compressor.grad_scaler
+        config, rule = settings.fit_settings(optimizer, compressor.config, deferred)
+        if isinstance(optimizer, ExchangesOwn):
+            config = optimizer.exchange_settings(config, names)
+        advice: tuple[str, ...] = ()
+        if rule is None:
+            advice = settings.advise(optimizer, config, is_auto="momentum" in deferred)
+        plan = plan_of(optimizer, names, config, reduction, groups).under(config, rule)
+        preprocessing = Preprocessing.of(scaler, plan, optimizer)
+        ops, prefix = TorchOps(), config.name or f"topkef.{plan.digest.hex()}"
+        ordinal = _free_ordinal(prefix)
+        if not elastic():  # a rank that joins late constructs its optimizer alone
+            ordinal = agree(plan, ordinal, ops, collective)
+        exchange, name = exchange_of(plan, ops, collective), f"{prefix}.{ordinal}"
+        held, follow, updates = weakref.ref(optimizer), None, None
+        if rule is not None:
+            follow = Tracker(rule, ops, lambda: moments(held(), names)).follow
+        own = Compressor(plan, ops, PayloadCodec(ops), exchange, name, collective.timer, follow)
+        if rule is not None:
+            updates = Updates(names, own)
+        own.rates = settings.followed(optimizer, config, names)
+        own.frozen = partial(settings.frozen, held, names)
+        buckets, has_scaler = Buckets(names, plan), scaler is not None
+        shared = optimizer, own, buckets, preprocessing, updates
+        hooks = type(self).hooks(*shared, has_scaler=has_scaler)
+        hooks.name, hooks.warnings = (prefix, ordinal), [*advice]
+        log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
+        return hooks
+
+    def _use(self, hooks: Hooks) -> None:
+        """Compress gradients by these hooks from now on."""
+        self._hooks, self._buckets = hooks, hooks.buckets
+        self._compressor = self._state = hooks.compressor
+        plan = hooks.compressor.plan
+        self._reduction = plan.reduction
+        self._skipped |= plan.sent_dense()
+
+    def _watch(self, hooks: Hooks, optimizer: Any, accumulations: Any) -> None:
         """Register hooks on the optimizer's steps; for `accumulations` see `Hooks.watch`."""
-        compressor: Compressor[Tensor] = self._compressor
-        updates = None
-        if self._rule is not None:
-            updates = Updates(self._names, lambda: compressor)
-        shared = compressor, self._buckets, updates
-        self._hooks = type(self).hooks(*shared, has_scaler=self._has_scaler)
         try:
-            self._hooks.watch(optimizer, accumulations)
+            hooks.watch(optimizer, accumulations)
         except BaseException:
-            self._hooks.remove()
+            hooks.remove()
             raise
         _LIVE.add(self)
 
@@ -165,14 +186,10 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
 
         gradients: passed to `clip_alone`.
         """
-        self._handles_alone = [hand_over(optimizer, config.momentum, nesterov=config.nesterov)]
+        momentum, nesterov = config.momentum, config.nesterov
+        self._handles_alone = [settings.hand_over(optimizer, momentum, nesterov=nesterov)]
         if config.clip_norm is not None:
             self._handles_alone.append(clip_alone(optimizer, config.clip_norm, gradients))
-
-    def _frozen(self) -> Collection[str]:
-        """Names of the tensors that the optimizer does not move now."""
-        optimizer = self._optimizer()
-        return () if optimizer is None else frozen(optimizer, self._names)
 
     # Methods for users.
 
@@ -180,7 +197,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
     def stats(self) -> Stats:
         """As `Attached.stats`."""
         if self.active:
-            self.warnings = (*self._advice, *self._hooks.warnings)
+            self.warnings = tuple(self._hooks.warnings)
         return super().stats()
 
     @torch.no_grad()
@@ -199,17 +216,6 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         super().forget()
         self._drop_step()
 
-    # Methods that an adapter calls when gradients are ready.
-
-    def _preprocess(self, by: Preprocessing, ordinal: int, gradients: list[Tensor]) -> None:
-        """Unscale and clip a bucket's gradients, in place."""
-        if not (own := self._compressor).step.sent:
-            by.begin(self._optimizer(), own.ranks, Phase(own.counter.committed, own.ratio))
-        slots = self._buckets.slots_of(ordinal)
-        by.apply([slot.parameter for slot in slots], gradients)
-        for slot in slots:
-            slot.note_writing()
-
     @abc.abstractmethod
     def _drop_step(self) -> None:
         """Discard a step that has begun, with its exchanged gradients."""
@@ -217,5 +223,5 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
 
 def _free_ordinal(prefix: str) -> int:
     """Smallest ordinal above those of all live optimizers with the same prefix."""
-    taken = (state._ordinal for state in live_states() if state._prefix == prefix)
-    return max(taken, default=-1) + 1
+    names = (state._hooks.name for state in live_states())
+    return max((ordinal for taken, ordinal in names if taken == prefix), default=-1) + 1

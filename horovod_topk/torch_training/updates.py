@@ -7,7 +7,7 @@ it has ended, by `horovod_topk.updates.torch`. The optimizer's state has its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.errors import ConfigError
 from horovod_topk.ops.coding import ALWAYS
-from horovod_topk.torch_training.group_settings import betas_of, not_a_number, number_in
+from horovod_topk.torch_training.optimizer_settings import betas_of, not_a_number, number_in
 from horovod_topk.updates import formulas
 from horovod_topk.updates.formulas import Adam, Sgd
 from horovod_topk.updates.torch import Update, update
@@ -32,12 +32,10 @@ class Updates:
 
     Args:
         names: names of parameters; parameters without one are not compressed.
-        compressor: returns the compressor of their gradients.
+        compressor: the compressor of their gradients.
     """
 
-    def __init__(
-        self, names: Mapping[Any, str], compressor: Callable[[], Compressor[Tensor]]
-    ) -> None:
+    def __init__(self, names: Mapping[Any, str], compressor: Compressor[Tensor]) -> None:
         self._names, self._compressor = names, compressor
         self._is_new, self._was_dense = True, False  # before the first step; after a dense one
         # Of the step that has begun:
@@ -58,7 +56,7 @@ class Updates:
             every = (p for group in optimizer.param_groups for p in group["params"])
             self._hide(p for p in every if p in self._names)
             return
-        step = self._compressor().step
+        step = self._compressor.step
         arrived = {} if step.flagged else dict(self._arrived())
         normalises = _normalises(optimizer)
         for group in optimizer.param_groups:
@@ -109,8 +107,7 @@ class Updates:
 
     def _arrived(self) -> Iterator[tuple[str, tuple[Tensor, Tensor | None, float]]]:
         """Codes of phi, Adam's factors and SGD's loss of the last step, by tensor name."""
-        compressor = self._compressor()
-        config = compressor.plan.config
+        compressor, config = self._compressor, self._compressor.plan.config
         for follower, committed in compressor.step.followers():
             assert isinstance(follower, Norms | Energies)
             codes = zip(follower.names, follower.codes, strict=True)
@@ -130,7 +127,7 @@ class Updates:
 
         A rank that joins an elastic job later has what the others have.
         """
-        is_new = self._is_new and not (elastic() and self._compressor().counter.committed)
+        is_new = self._is_new and not (elastic() and self._compressor.counter.committed)
         for each in updates if is_new or self._was_dense else ():
             buffer = optimizer.state.get(each.weight, {}).get("momentum_buffer")
             moves = buffer is not None and bool(buffer.any())

@@ -140,7 +140,7 @@ def test_a_step_of_a_resnet_launches_few_kernels(
     config = TopK(values="int4", indices="plain", exchange="allgather", min_numel=4)
     exchange = exchanges.Compressed(model, RANKS, config, rule, follow)
     first, second = exchange.compressors
-    updates = Updates(names, lambda: first)
+    updates = Updates(names, first)
 
     def steps() -> list[Tensor]:
         return [state["step"] for state in optimizer.state.values() if "step" in state]

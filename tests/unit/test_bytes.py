@@ -121,7 +121,7 @@ def test_the_adapter_plans_the_same_for_a_tensor_that_is_not_on_the_cpu(
 ) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("horovod.torch")
-    spec_of = importlib.import_module("horovod_topk.torch_training.specs").spec_of
+    spec_of = importlib.import_module("horovod_topk.torch_training.gradients").spec_of
     known = known_specs("resnet18")
     specs = [spec_of(spec.name, torch.empty(spec.shape, device="meta")) for spec in known]
     buckets = make_plan(specs, TopK(ratio=0.01, values="float32")).buckets

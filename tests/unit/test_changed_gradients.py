@@ -14,9 +14,7 @@ from horovod_topk.core.plan.buckets import make_plan
 from horovod_topk.errors import GradientChangedError
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import TopK
-from horovod_topk.torch_training.buckets import Buckets
-from horovod_topk.torch_training.ready import COMPARED, first_elements
-from horovod_topk.torch_training.specs import spec_of
+from horovod_topk.torch_training.gradients import COMPARED, Buckets, first_elements, spec_of
 
 
 def gradients() -> list[torch.Tensor]:
@@ -36,9 +34,8 @@ def gradients() -> list[torch.Tensor]:
 def sent(each: list[torch.Tensor]) -> Buckets:
     """Buckets whose only one was sent with these gradients."""
     parameters = {torch.zeros_like(gradient): str(i) for i, gradient in enumerate(each)}
-    buckets = Buckets(parameters)
     specs = [spec_of(name, p) for p, name in parameters.items()]
-    buckets.index(make_plan(specs, TopK(), groups=[specs]))
+    buckets = Buckets(parameters, make_plan(specs, TopK(), groups=[specs]))
     for p, gradient in zip(parameters, each, strict=True):
         p.grad = gradient
         assert buckets.add(buckets.slots[id(p)], gradient, gradient) is (gradient is each[-1])

@@ -15,7 +15,7 @@ from horovod_topk.core.state.learning_rates import Rates
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.topk import TopK
 from horovod_topk.torch import TopKEF
-from horovod_topk.torch_training.rates import followed
+from horovod_topk.torch_training.optimizer_settings import followed
 
 FOLLOWING = TopK(follow_lr=True)
 

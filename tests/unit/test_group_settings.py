@@ -15,9 +15,14 @@ from horovod_topk.core.run.optimizers import kind_of
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.randomk import RandomK
 from horovod_topk.methods.topk import TopK
-from horovod_topk.torch_training import momentum, rates, updates
-from horovod_topk.torch_training.group_settings import betas_of, momentum_of, number_of
-from horovod_topk.torch_training.wrappers import check_has_hooks
+from horovod_topk.torch_training import optimizer_settings as settings
+from horovod_topk.torch_training import updates
+from horovod_topk.torch_training.optimizer_settings import (
+    betas_of,
+    check_has_hooks,
+    momentum_of,
+    number_of,
+)
 
 NUMBERS: list[Any] = [
     *(0.5, np.float64(0.5), np.float32(0.5), np.array(0.5), np.array([0.5])),
@@ -56,8 +61,8 @@ def test_what_is_no_number(value: Any) -> None:
 class Own(torch.optim.Optimizer):
     """Has the settings that it is given."""
 
-    def __init__(self, params: Any = None, **settings: Any) -> None:
-        super().__init__(params or [nn.Parameter(torch.zeros(2))], settings)
+    def __init__(self, params: Any = None, **own: Any) -> None:
+        super().__init__(params or [nn.Parameter(torch.zeros(2))], own)
 
     def step(self, closure: Any = None) -> None: ...
 
@@ -68,15 +73,15 @@ def test_an_unknown_optimizer_may_have_any_settings(setting: str, value: Any) ->
     """They are fitted, read in each step, and read where nothing is exchanged."""
     optimizer = Own(**{setting: value})
     deferred = {"momentum": AUTO, "follow_lr": AUTO}
-    config, rule = momentum.fit_momentum(optimizer, TopK(), deferred)
+    config, rule = settings.fit_momentum(optimizer, TopK(), deferred)
     assert (config.momentum, rule) == (0.0, None)
-    momentum.advise(optimizer, config, is_auto=True)
-    momentum.give_back(optimizer)
-    momentum.hand_over(optimizer, 0.0, nesterov=False)
+    settings.advise(optimizer, config, is_auto=True)
+    settings.give_back(optimizer)
+    settings.hand_over(optimizer, 0.0, nesterov=False)
     follows = setting == "lr" and any(value is each for each in NUMBERS)
-    assert (rates.why_not_followed(optimizer) == "") == follows
+    assert (settings.why_not_followed(optimizer) == "") == follows
     names = {optimizer.param_groups[0]["params"][0]: "w"}
-    assert rates.now(optimizer, names) == ({"w": 0.5} if follows else {})
+    assert settings.rates_of(optimizer, names) == ({"w": 0.5} if follows else {})
 
 
 @pytest.mark.parametrize("betas", [(), 0.9, (0.9,), (0.98, 0.92, 0.99), (None, 0.9), None])
@@ -88,17 +93,17 @@ def test_a_subclass_may_have_any_betas(betas: Any) -> None:
 
     optimizer = Adan([nn.Parameter(torch.zeros(2))])
     optimizer.param_groups[0]["betas"] = betas
-    config, rule = momentum.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
+    config, rule = settings.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
     assert rule is None
-    (warning,) = momentum.advise(optimizer, config, is_auto=True)
+    (warning,) = settings.advise(optimizer, config, is_auto=True)
     assert f"does not adapt the steps of {__name__}.Adan" in warning
 
 
 def test_a_setting_that_may_be_a_momentum_is_not_applied_twice() -> None:
     for value in (0.5, [0.5], lambda: 0.5):
         with pytest.raises(ConfigError, match=r"momentum=0.9 was given.* would be applied twice"):
-            momentum.check_not_twice(Own(momentum=value), 0.9)
-    momentum.check_not_twice(Own(momentum=None), 0.9)
+            settings.check_not_twice(Own(momentum=value), 0.9)
+    settings.check_not_twice(Own(momentum=None), 0.9)
 
 
 def test_a_rate_that_is_no_number_is_left_out_or_refused() -> None:
@@ -107,9 +112,9 @@ def test_a_rate_that_is_no_number_is_left_out_or_refused() -> None:
     optimizer.add_param_group({"params": parameters[:1], "lr": [0.5]})
     names = {p: f"p{i}" for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     with pytest.raises(ConfigError, match=r"group 1 of .*Own has lr=\[0.5\].*Leave follow_lr= out"):
-        rates.followed(optimizer, TopK(follow_lr=True), names)
+        settings.followed(optimizer, TopK(follow_lr=True), names)
     optimizer.param_groups[1]["lr"] = 0.25
-    found = rates.followed(optimizer, TopK(follow_lr=True), names)
+    found = settings.followed(optimizer, TopK(follow_lr=True), names)
     assert found is not None
     assert found.turn(0) == {}
     assert found.shared() == (0.5, 0.25)
@@ -242,15 +247,15 @@ def test_a_momentum_that_an_older_version_has_set_to_zero_comes_back(
     optimizer = make([nn.Parameter(torch.zeros(2))], lr=0.1)
     (setting,) = own
     (group,) = optimizer.param_groups
-    group.update({setting: zero, momentum.TAKEN: (0.9, 0.0)})
-    _, rule = momentum.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
-    assert group[setting] == own[setting] and momentum.TAKEN not in group
+    group.update({setting: zero, settings.TAKEN: (0.9, 0.0)})
+    _, rule = settings.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
+    assert group[setting] == own[setting] and settings.TAKEN not in group
     assert rule is not None
 
 
 def test_sums_of_all_ranks_leave_the_steps_of_sgd_alone() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
-    config, rule = momentum.fit_momentum(optimizer, RandomK(), {"momentum": AUTO})
+    config, rule = settings.fit_momentum(optimizer, RandomK(), {"momentum": AUTO})
     assert (config.momentum, rule) == (0.0, None)
-    (warning,) = momentum.advise(optimizer, config, is_auto=True)
+    (warning,) = settings.advise(optimizer, config, is_auto=True)
     assert "sums of all ranks have no elements that arrive rarely" in warning

@@ -12,18 +12,17 @@ from torch.amp import GradScaler
 from horovod_topk.core.codec.clipping import LocalClip, local_threshold
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch import TopKEF
-from horovod_topk.torch_training.clipping import Norms, local_clip
-from horovod_topk.torch_training.scaling import ONE, LossScale, Scale
+from horovod_topk.torch_training.preprocessing import ONE, Norms, Scale, local_clip, scale_of
 
 
 def test_a_scale_on_the_host_is_a_number() -> None:
     scaler = GradScaler("cpu", init_scale=512.0)
-    scale = LossScale(scaler).now()
+    scale = scale_of(scaler)
     assert scale == Scale(512.0)
     assert scale.number == 512.0
     scaler.scale(torch.ones(1))
     scaler.update(8.0)
-    assert LossScale(scaler).now().number == 8.0
+    assert scale_of(scaler).number == 8.0
     assert scale.number == 512.0
 
 
@@ -45,7 +44,7 @@ def test_a_scale_of_one_writes_nothing() -> None:
 
 
 def test_a_disabled_scaler_has_no_scale() -> None:
-    assert LossScale(GradScaler("cpu", enabled=False)).now() is ONE
+    assert scale_of(GradScaler("cpu", enabled=False)) is ONE
 
 
 @pytest.mark.parametrize("scaler", [1024.0, "dynamic", object()])

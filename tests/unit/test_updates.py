@@ -131,7 +131,7 @@ class Known(Updates):
         self.flagged: tuple[str, ...] = ()
         self.config = SimpleNamespace(ratio=0.1)
         compressor: Any = SimpleNamespace(step=self, counter=SimpleNamespace(committed=0))
-        super().__init__({p: str(at) for at, p in enumerate(parameters)}, lambda: compressor)
+        super().__init__({p: str(at) for at, p in enumerate(parameters)}, compressor)
         kind = parameters[0].dtype
         self.codes = [torch.zeros(p.numel(), dtype=torch.uint8) for p in parameters]
         self.factors, self.loss = torch.ones(2, dtype=kind), 0.0

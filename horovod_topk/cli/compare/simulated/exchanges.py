@@ -24,8 +24,8 @@ from horovod_topk.core.run.substitute import Substitute
 from horovod_topk.core.state.learning_rates import Rates, fall_of
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch_training.momentum import fit_momentum
-from horovod_topk.torch_training.specs import spec_of
+from horovod_topk.torch_training.gradients import spec_of
+from horovod_topk.torch_training.optimizer_settings import fit_momentum
 from horovod_topk.torch_training.updates import Updates, moments
 from horovod_topk.updates.tracker import Rule, Tracker
 
@@ -109,7 +109,7 @@ def compressed(
         follow = Tracker(rule, TorchOps(), lambda: moments(optimizer, names)).follow
     made = Compressed(model, ranks, config, rule, follow)
     if rule is not None:
-        updates = Updates(names, lambda: made.compressors[0])
+        updates = Updates(names, made.compressors[0])
         optimizer.register_step_pre_hook(lambda it, *_: updates.begin(it))
         optimizer.register_step_post_hook(lambda it, *_: updates.end(it))
     if config.follow_lr:

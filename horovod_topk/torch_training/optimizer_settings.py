@@ -1,0 +1,435 @@
+"""What an exchange has to know of PyTorch's optimizers: their hooks, settings and momentum.
+
+A number for the setting `momentum` is applied exactly once. SGD then has no momentum of its own,
+and computes p -= lr * v with the corrected velocity v. Adam and AdamW divide by the root of a mean
+square, so that the scale of v does not matter: with betas=(0, b) they use v instead of their first
+moment, and the square of v instead of that of the gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from horovod_topk.core.run.optimizers import (
+    HAS_NONE,
+    Own,
+    check_once,
+    fitted,
+    guarded,
+    kind_of,
+    none_to_correct,
+    note_followed,
+    why_not_by_arrivals,
+)
+from horovod_topk.core.run.optimizers import advise as advise_of
+from horovod_topk.core.state.learning_rates import Rates, fall_of
+from horovod_topk.errors import ConfigError
+from horovod_topk.methods.protocol import Method
+from horovod_topk.torch_training.tracing import untraced
+from horovod_topk.updates import tracker
+from horovod_topk.updates.tracker import Rule
+
+log = logging.getLogger("horovod_topk")
+
+KNOWN = "torch.optim.SGD, Adam or AdamW"
+TAKEN = "topkef_momentum"  # in parameter groups of older checkpoints, which have a momentum of 0
+
+
+# Numbers in parameter groups.
+
+
+def number_of(value: object) -> float | None:
+    """Return a setting as a float; None: it is no number.
+
+    Numbers of NumPy, tensors and arrays of one element are numbers. Reading a tensor on an
+    accelerator waits for the device.
+    """
+    if not isinstance(value, Real) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (TypeError, ValueError, RuntimeError):  # several elements, or none
+            return None
+    return float(value) if isinstance(value, Real) else None
+
+
+def betas_of(group: Mapping[str, Any]) -> list[float | None]:
+    """Return `betas` of a parameter group one by one, with None for what is no number."""
+    betas = group.get("betas")
+    if isinstance(betas, str) or not isinstance(betas, Iterable):
+        return [number_of(betas)]
+    try:
+        return [number_of(beta) for beta in betas]
+    except TypeError:  # a tensor without dimensions
+        return [number_of(betas)]
+
+
+def momentum_of(group: Mapping[str, Any]) -> float | None:
+    """Return the momentum of a parameter group, or the first of `betas`.
+
+    Returns:
+        The number; 0: it has neither, or None; None: it is no number.
+    """
+    if "betas" in group:
+        return 0.0 if group["betas"] is None else next(iter(betas_of(group)), 0.0)
+    momentum = group.get("momentum")
+    return 0.0 if momentum is None else number_of(momentum)
+
+
+def number_in(optimizer: Any, group: Mapping[str, Any], setting: str) -> float:
+    """Return a setting of a parameter group as a float.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    number = number_of(group[setting])
+    if number is None:
+        raise not_a_number(optimizer, group, setting)
+    return number
+
+
+def not_a_number(optimizer: Any, group: Mapping[str, Any], setting: str) -> ConfigError:
+    """The error for a setting of a parameter group that has to be a number and is none."""
+    return ConfigError(
+        f"a parameter group of {kind_of(optimizer)} has {setting}={group[setting]!r:.60}, "
+        "and a step on compressed gradients needs a number",
+        cure=f"Set {setting} to a number before the step",
+    )
+
+
+# Learning rates.
+
+
+def followed(optimizer: Any, config: Method, names: Mapping[Any, str]) -> Rates | None:
+    """Learning rates that residuals are rescaled by; None if `follow_lr` is off.
+
+    Rates are read when a step's first bucket is sent, before `optimizer.step()`. If a scheduler
+    steps after the optimizer, as PyTorch recommends, the next step uses the new rate; if it steps
+    before the optimizer, the new rate is used a step late. Reading a rate that is a tensor on an
+    accelerator waits for the device.
+
+    A rate that becomes None, or anything else that is no number, leaves residuals in the units that
+    they have, as a rate of 0 does.
+
+    names: name of each parameter; parameters without a name are left out.
+
+    Raises:
+        ConfigError: a parameter group has no learning rate, or none that is a number.
+    """
+    if not config.follow_lr:
+        return None
+    if why := why_not_followed(optimizer):
+        raise ConfigError(f"follow_lr=True was given, and {why}", cure="Leave follow_lr= out")
+    held = weakref.ref(optimizer)  # weak: the optimizer refers to the state, which refers to this
+    return Rates(lambda: rates_of(held(), names), partial(fall_of, config))
+
+
+def why_not_followed(optimizer: Any) -> str:
+    """Reason why residuals cannot follow an optimizer's learning rates; empty: they can."""
+    for number, group in enumerate(optimizer.param_groups):
+        if number_of(group.get("lr")) is None:
+            shown = f"lr={group['lr']!r:.60}, which is no number" if "lr" in group else "no lr"
+            return f"parameter group {number} of {kind_of(optimizer)} has {shown}"
+    return ""
+
+
+def rates_of(optimizer: Any, names: Mapping[Any, str]) -> dict[str, float]:
+    """The present learning rate of each parameter, by name."""
+    rates = dict[str, float]()
+    for group in optimizer.param_groups:
+        rate = number_of(group.get("lr"))
+        if rate is not None:
+            rates |= {names[p]: rate for p in group["params"] if p in names}
+    return rates
+
+
+def moved_by(optimizer: Any) -> Iterator[tuple[Any, bool]]:
+    """Each parameter of an optimizer, and whether a step moves it: its learning rate is not 0.
+
+    A rate that is a tensor on an accelerator waits for the device.
+    """
+    for group in optimizer.param_groups:
+        moves = number_of(group.get("lr")) != 0.0
+        for p in group["params"]:
+            yield p, moves
+
+
+def frozen(held: Callable[[], Any], names: Mapping[Any, str]) -> set[str]:
+    """Names of the parameters that an optimizer's steps do not move now.
+
+    Their learning rate is 0, or they need no gradient any more.
+
+    held: returns the optimizer, or None if it was deleted.
+    """
+    if (optimizer := held()) is None:
+        return set()
+    still = {names[p] for p, moves in moved_by(optimizer) if not moves and p in names}
+    return still | {name for p, name in names.items() if not p.requires_grad}
+
+
+# Momentum.
+
+
+def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) -> None:
+    """Refuse an optimizer that would apply a momentum of its own to corrected gradients.
+
+    Raises:
+        ConfigError: the optimizer has a momentum, or is of a kind that cannot be corrected.
+    """
+    if not momentum:
+        return
+    kind, is_adam = kind_of(optimizer), isinstance(optimizer, (Adam, AdamW))
+    for number, group in enumerate(optimizer.param_groups):
+        if not is_adam and "momentum" not in group:
+            raise none_to_correct(momentum, kind, KNOWN)
+        setting = "betas" if is_adam else "momentum"
+        own = Own(
+            kind,
+            where=f"parameter group {number} of the optimizer",
+            setting=setting,
+            shown=group[setting],
+            applies=momentum_of(group) != 0.0,
+            off=f"betas=(0, {group['betas'][1]})" if "betas" in group else "momentum=0",
+            normalises=is_adam,
+            besides="; a scheduler that sets it needs cycle_momentum=False",
+        )
+        check_once(momentum, nesterov, own)
+
+
+def fit_settings(
+    optimizer: Any, config: Method, deferred: Mapping[str, str]
+) -> tuple[Method, Rule | None]:
+    """Fill in the settings that depend on the optimizer, and on how its steps are adapted.
+
+    Args:
+        optimizer: the optimizer of the gradients.
+        config: the settings.
+        deferred: names of the settings that are left to the compressor.
+
+    Returns:
+        The settings, and the rule by which its steps are adapted; None: they are not.
+
+    Raises:
+        ConfigError: momentum would be applied twice, or weights would become NaN.
+    """
+    config, rule = fit_momentum(optimizer, config, deferred)
+    config = guarded(config, deferred)
+    if "follow_lr" in deferred:
+        why = why_not_followed(optimizer)
+        config = replace(config, follow_lr=not why)
+        if why:
+            log.info("TopKEF does not follow learning rates: %s", why)
+    return config, rule
+
+
+def fit_momentum(
+    optimizer: Any, config: Method, deferred: Mapping[str, str]
+) -> tuple[Method, Rule | None]:
+    """As `fit_settings`, for momentum alone."""
+    _check_eps(optimizer, config)
+    is_adam, kind = isinstance(optimizer, (Adam, AdamW)), kind_of(optimizer)
+    normalises = is_adam if is_adam or isinstance(optimizer, SGD) else None
+    is_auto = "momentum" in deferred
+    if is_auto:
+        give_back(optimizer)
+    why = _why_left(optimizer, config) if is_auto else ""
+    follows = is_auto and not why
+    config = fitted(config, deferred, normalises=normalises, follows=follows)
+    if why:
+        log.info("TopKEF leaves momentum to %s: %s", kind, why)
+    elif not follows:
+        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+    else:
+        note_followed(kind)
+    return config, (tracker.ADAM if is_adam else tracker.SGD) if follows else None
+
+
+def _check_eps(optimizer: Any, config: Method) -> None:
+    """Refuse an Adam that divides by 0 where no gradient has arrived yet."""
+    if not isinstance(optimizer, (Adam, AdamW)) or (config.ratio == 1.0 and not config.withheld()):
+        return
+    for group in optimizer.param_groups:
+        # Its fused steps compute in float32 at least.
+        kinds = {torch.float32 if group.get("fused") else p.dtype for p in group["params"]}
+        for kind in kinds:
+            if kind.is_floating_point and not torch.tensor(group["eps"], dtype=kind):
+                raise ConfigError(
+                    f"{kind_of(optimizer)} has eps={group['eps']}, which is 0 in {kind}: weights "
+                    "whose gradients have not arrived yet would become 0 / 0",
+                    cure="Pass a larger eps, such as 1e-8, or 1e-7 for float16",
+                )
+
+
+def _why_left(optimizer: Any, config: Method) -> str:
+    """Reason why momentum="auto" leaves this optimizer's steps as they are; empty: none."""
+    groups = optimizer.param_groups
+    if not isinstance(optimizer, (SGD, Adam, AdamW)):
+        return f"it is none of {KNOWN}"
+    if not _steps_as_known(optimizer):
+        return f"its step() is not that of {KNOWN}"
+    if any(group.get("differentiable") for group in groups):
+        return "it is differentiable"
+    if not all(map(_has_numbers, groups)):
+        keys = [key for key in ("betas", "momentum", "dampening") if key in groups[0]]
+        shown = ", ".join(f"{key}={groups[0][key]}" for key in keys)
+        return f"its parameter groups have {shown}"
+    if any(group.get("dampening") for group in groups):
+        return "it is dampened"
+    if not any(map(_now, groups)):
+        return HAS_NONE
+    wide = torch.float32, torch.float64
+    parameters = (p for group in groups for p in group["params"] if p.requires_grad)
+    narrow = {str(p.dtype) for p in parameters if p.dtype not in wide}
+    if narrow:
+        return f"gradients are {', '.join(sorted(narrow))}"
+    return why_not_by_arrivals(config)
+
+
+def _steps_as_known(optimizer: Any) -> bool:
+    """Whether an optimizer has the `step` of SGD, Adam or AdamW, below Horovod's own `step`."""
+    found = (vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    steps = (inspect.unwrap(step) for step in found)
+    own = next(step for step in steps if not step.__module__.startswith("horovod."))
+    known: list[Any] = [SGD, Adam, AdamW]
+    return own in [inspect.unwrap(each.step) for each in known]
+
+
+def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) -> None:
+    """Restore an optimizer's momentum that was set to 0 for momentum correction.
+
+    Args:
+        optimizer: its parameter groups may come from a checkpoint of an older version, which has
+            set the momentum to 0.
+        momentum: the momentum of the settings, if it is a number.
+        nesterov: whether that momentum is Nesterov's.
+    """
+    for group in optimizer.param_groups:
+        before, (own, own_nesterov) = _now(group), group.pop(TAKEN, (momentum, nesterov))
+        if own and not before:
+            if "betas" in group:
+                group["betas"] = (float(own), group["betas"][1])
+            else:
+                group["momentum"], group["nesterov"] = float(own), bool(own_nesterov)
+            log.info("TopKEF leaves momentum=%s to %s", own, kind_of(optimizer))
+
+
+def _now(group: Any) -> float:
+    """The momentum that the optimizer itself applies; 0 if it is no number."""
+    return momentum_of(group) or 0.0
+
+
+def _has_numbers(group: Any) -> bool:
+    """Whether the settings of an SGD, Adam or AdamW that an adapted step reads are numbers."""
+    if "betas" in group:
+        return len(betas := betas_of(group)) == 2 and None not in betas
+    return None not in (momentum_of(group), number_of(group["dampening"]))
+
+
+def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> Any:
+    """Let the optimizer apply the momentum itself, if nothing is compressed.
+
+    For SGD the result is the same. Adam's second moment then has squares of gradients, not of
+    velocities, as in training with a single process.
+
+    Returns:
+        The handle of a hook that was registered with the optimizer.
+
+    Raises:
+        ConfigError: as `check_not_twice`.
+    """
+    check_not_twice(optimizer, momentum, nesterov=nesterov)
+    give = partial(give_back, momentum=momentum, nesterov=nesterov)
+    give(optimizer)
+    if momentum:
+        name = kind_of(optimizer)
+        log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
+    # A checkpoint may set it to 0.
+    return optimizer.register_step_pre_hook(untraced(lambda it, *_: give(it)))
+
+
+def advise(optimizer: Any, config: Method, *, is_auto: bool) -> tuple[str, ...]:
+    """Warn about an optimizer whose steps do not take into account that gradients arrive late.
+
+    is_auto: whether `momentum` is left to the compressor.
+
+    Returns:
+        The warnings that were given: one or none.
+    """
+    has_beta1 = any(_now(group) for group in optimizer.param_groups if "betas" in group)
+    normalises = isinstance(optimizer, (Adam, AdamW)) and has_beta1
+    why = _why_left(optimizer, config) if is_auto else ""
+    return advise_of(kind_of(optimizer), config, why, normalises=normalises)
+
+
+# Hooks.
+
+ONE = "Pass a torch.optim.Optimizer of all parameters that the model trains"
+REGISTER = (
+    "register_step_pre_hook",
+    "register_step_post_hook",
+    "register_state_dict_pre_hook",  # PyTorch 2.1
+)
+DEEPEST = 4  # wrappers around one another
+
+
+def check_has_hooks(optimizer: Any) -> None:
+    """Refuse an object whose steps call no hooks, before any hook is registered.
+
+    Raises:
+        ConfigError: it is no optimizer, or wraps one without having called `Optimizer.__init__`.
+    """
+    if _has_hooks(optimizer):
+        return
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    found = next(_inside(optimizer, "optimizer"), None)
+    if found is not None:
+        raise ConfigError(
+            f"{kind} wraps an optimizer, and its own steps call no hooks of PyTorch, which "
+            "compression needs",
+            cure=f"Pass the optimizer inside it, {found}, and go on calling the wrapper's step()",
+        )
+    if isinstance(optimizer, Optimizer):
+        problem = f"{kind} has not called Optimizer.__init__, so that its steps call no hooks"
+        cure = "Call super().__init__(params, defaults) in its __init__, or pass the optimizer that"
+        raise ConfigError(problem, cure=f"{cure} it wraps")
+    is_module = isinstance(optimizer, nn.Module)
+    cure = "Pass the model first, and then the optimizer" if is_module else ONE
+    raise ConfigError(f"the optimizer is {optimizer!r:.60}, which is no optimizer", cure=cure)
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Whether an optimizer's steps call hooks, and hooks can be registered with it."""
+    if not isinstance(optimizer, Optimizer):
+        return False
+    if not getattr(type(optimizer).step, "hooked", False):  # set by Optimizer.__init__
+        return False
+    try:
+        for name in REGISTER:
+            if hasattr(optimizer, name):
+                getattr(optimizer, name)(lambda *_: None).remove()
+    except AttributeError:  # a dictionary that Optimizer.__init__ makes is missing
+        return False
+    return hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")
+
+
+def _inside(wrapper: Any, path: str, depth: int = DEEPEST) -> Iterator[str]:
+    """Yield expressions for the optimizers with hooks among an object's attributes."""
+    attributes = getattr(wrapper, "__dict__", {}) if depth else {}
+    for own, value in attributes.items():
+        public = own.lstrip("_")  # as Lightning's property `optimizer`
+        name = public if getattr(wrapper, public, None) is value else own
+        if value is not wrapper and hasattr(value, "param_groups") and hasattr(value, "step"):
+            if _has_hooks(value):
+                yield f"{path}.{name}"
+            else:
+                yield from _inside(value, f"{path}.{name}", depth - 1)
