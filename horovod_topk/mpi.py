@@ -19,6 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from horovod_topk.core.exchange.protocol import ordered_sum
 from horovod_topk.core.plan.nodes import Location
 
 Array = NDArray[Any]
@@ -43,9 +44,7 @@ class _Sum(_Request):
 
     def wait(self) -> Array:
         rows = super().wait()
-        for other in rows[1:]:
-            rows[0] += other
-        total: Array = rows[0]
+        total: Array = ordered_sum(rows, len(rows))
         return total
 
 

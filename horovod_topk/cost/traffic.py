@@ -41,7 +41,7 @@ def exchange_of(
     collective = Nobody(sum(nodes.sizes), NO_ARRAYS).collective(rank)
     if kind in ("sharded", "reduce"):
         made = _Sharded(collective, nodes)
-        return ReduceExchange(made, collective) if in_rounds else made
+        return ReduceExchange(made) if in_rounds else made
     return make_exchange(kind, collective, nodes, in_rounds=in_rounds)
 
 

@@ -16,7 +16,7 @@ from horovod.tensorflow.mpi_ops import _allreduce
 from horovod_topk import process_sets
 from horovod_topk.core.exchange.agreement import gather_bytes, in_rows
 from horovod_topk.core.exchange.meeting import wait_until
-from horovod_topk.core.exchange.protocol import check_gathered
+from horovod_topk.core.exchange.protocol import check_gathered, ordered_sum
 from horovod_topk.core.plan import payload as wire
 from horovod_topk.core.plan.nodes import Location
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
@@ -127,10 +127,7 @@ class HorovodCollective:
             tf.raw_ops.Assert(condition=True, data=[received])  # keeps the unused result's op
             return _Gathered(tf.ensure_shape(received, [None]))
         rows = tf.reshape(tf.ensure_shape(received, [mine * self.size]), [self.size, mine])
-        total = rows[0]
-        for rank in range(1, self.size):
-            total = total + rows[rank]
-        return _Gathered(total)
+        return _Gathered(ordered_sum(rows, self.size))
 
     def allreduce(self, array: Array, name: str) -> _Gathered:
         """Add a named allreduce to the graph."""

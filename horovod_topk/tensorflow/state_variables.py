@@ -13,14 +13,14 @@ import tensorflow as tf
 from horovod_topk.core.codec.measures import HOST, VERDICT, Rows
 from horovod_topk.core.codec.momentum import check_dtypes
 from horovod_topk.core.codec.payload_codec import PayloadCodec
-from horovod_topk.core.exchange import Collective
+from horovod_topk.core.exchange import Collective, Storage
 from horovod_topk.core.exchange.membership import elastic
-from horovod_topk.core.exchange.rounds import declared, state_plan
+from horovod_topk.core.exchange.reduce import declared, state_plan
 from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.run.state import State
 from horovod_topk.core.run.stats import describe
-from horovod_topk.core.run.step import Step, Storage
+from horovod_topk.core.run.step import Step
 from horovod_topk.core.state.learning_rates import fall_of
 from horovod_topk.core.state.named_state import Part
 from horovod_topk.core.state.residual import Arenas, Squares

@@ -14,7 +14,7 @@ from torch import Tensor
 from horovod_topk import process_sets
 from horovod_topk.core.exchange.agreement import gather_bytes, in_rows
 from horovod_topk.core.exchange.meeting import wait_until
-from horovod_topk.core.exchange.protocol import check_gathered
+from horovod_topk.core.exchange.protocol import check_gathered, ordered_sum
 from horovod_topk.core.plan.nodes import Location
 from horovod_topk.core.plan.payload import check_counts
 from horovod_topk.core.run.timing import StepTimer
@@ -79,10 +79,8 @@ class _Sum:
         self.timer.last = time.perf_counter()
         self.timer.exposed += self.timer.last - began
         check_counts(counts.tolist(), self.count, self.name)
-        rows: Tensor = received.view(counts.numel(), self.count)
-        for other in rows[1:]:
-            rows[0].add_(other)
-        return rows[0]
+        total: Tensor = ordered_sum(received.view(counts.numel(), self.count), counts.numel())
+        return total
 
 
 class HorovodCollective:
@@ -141,8 +139,7 @@ class HorovodCollective:
     def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> _Sum:
         """Start a named alltoall whose parts `wait()` adds in rank order; does not block.
 
-        Horovod's own reduce-scatter only supports equal parts, and the order in which it adds
-        depends on the tensors that it is fused with.
+        Horovod's own reduce-scatter only supports equal parts.
         """
         handle = self._alltoall(array, torch.tensor(counts, dtype=torch.int32), name)
         return _Sum(handle.handle, counts[self.rank], name, self.timer)

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch.profiler import record_function
 
 from horovod_topk.core.exchange.agreement import in_rows
+from horovod_topk.core.exchange.protocol import ordered_sum
 from horovod_topk.core.plan.nodes import Location, here
 from horovod_topk.core.run.timing import StepTimer
 from horovod_topk.torch_training.meeting import Meeting
@@ -121,18 +122,13 @@ class GroupCollective:
         return self._start(name, dist.all_to_all_single, payloads, payloads.numel())
 
     def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> _Pending:
-        """Start an alltoall whose parts `wait()` adds in rank order.
-
-        torch.distributed's own reduce-scatter does not state the order in which it adds.
-        """
+        """Start an alltoall whose parts `wait()` adds in rank order."""
         count, verb = counts[self.rank], dist.all_to_all_single
         splits = {"output_split_sizes": [count] * self.size, "input_split_sizes": list(counts)}
 
         def add(received: Tensor) -> Tensor:
-            rows = received.view(self.size, count)
-            for other in rows[1:]:
-                rows[0].add_(other)
-            return rows[0]
+            total: Tensor = ordered_sum(received.view(self.size, count), self.size)
+            return total
 
         return self._start(name, verb, array, self.size * count, add, **splits)
 

@@ -22,7 +22,7 @@ from horovod_topk.ops import coding
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps, find_operations, threads
 from horovod_topk.updates import formulas
 from horovod_topk.updates.formulas import Adam, Sgd
-from horovod_topk.updates.tracker import Sample
+from horovod_topk.updates.tracker import whole_sample
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _update_all(
     """Update variables on a CPU, by one operation."""
     dtype, moments = variables[0].dtype, [slot for own in slots for slot in own]
     factors = [] if known.factors is None else tf.reshape(known.factors, [-1])
-    samples = [_sample(variable.shape.num_elements()) for variable in variables]
+    samples = [whole_sample(variable.shape.num_elements()) for variable in variables]
     written = [variables, moments, known.codes]
     after = operations.topkef_update(
         gradients,
@@ -118,7 +118,7 @@ def _update_all(
         losses=tf.zeros([0], tf.float64) if known.losses is None else known.losses,
         factors=tf.cast(factors, dtype),
         does=known.does,
-        samples=[number for each in samples for number in (0, 0, each.numel, *each.pick)],
+        samples=[number for each in samples for number in each.place],
         threads=threads(),
     )
     for some, values in zip(written, after, strict=True):
@@ -192,15 +192,9 @@ def _after(
 
 def _rms(weight: Any) -> Any:
     """Root mean square of a sample of a variable's elements."""
-    sample = _sample(weight.shape.num_elements())
-    places = ((0, 0, sample.numel, *sample.pick),)
-    sums = TensorFlowOps().energies_of([Buffer(weight)], None, places, weight.dtype.name)
+    sample = whole_sample(weight.shape.num_elements())
+    sums = TensorFlowOps().energies_of([Buffer(weight)], None, (sample.place,), weight.dtype.name)
     return tf.sqrt(sums.value[0] / sample.size)
-
-
-@functools.lru_cache(maxsize=4096)
-def _sample(numel: int) -> Sample:
-    return Sample(numel)
 
 
 def _value(variable: Any) -> Any:

@@ -19,7 +19,7 @@ from horovod_topk.ops import torch_lists as lists
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.updates import formulas
 from horovod_topk.updates.formulas import Adam, Sgd
-from horovod_topk.updates.tracker import Sample
+from horovod_topk.updates.tracker import whole_sample
 
 _OPS = TorchOps()
 
@@ -106,8 +106,8 @@ def _measure_weights(updates: Sequence[Update]) -> None:
         alike.setdefault((each.weight.device, each.weight.dtype), []).append(each)
     for (device, dtype), some in alike.items():
         weights = [each.weight for each in some]
-        samples = [_sample(each.weight.numel()) for each in some]
-        places = tuple((0, 0, sample.numel, *sample.pick) for sample in samples)
+        samples = [whole_sample(each.weight.numel()) for each in some]
+        places = tuple(sample.place for sample in samples)
         ours = triton.for_lists(device.type)
         if ours is not None and ours.suit(weights):
             roots = ours.rms(weights, places)
@@ -117,11 +117,6 @@ def _measure_weights(updates: Sequence[Update]) -> None:
             roots = lists.root(sums / sizes)
         for each, rms in zip(some, roots, strict=True):
             each.rms = rms
-
-
-@functools.lru_cache(maxsize=4096)
-def _sample(numel: int) -> Sample:
-    return Sample(numel)
 
 
 def _fits(each: Update) -> bool:

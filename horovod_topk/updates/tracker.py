@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.plan.buckets import BucketPlan
@@ -21,6 +21,7 @@ from horovod_topk.core.state.residual import Arenas
 from horovod_topk.methods.protocol import Method, Piece, StateSpec
 from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import LIMIT, shard_numel
+from horovod_topk.ops.protocol import Place
 from horovod_topk.updates import formulas
 from horovod_topk.updates.formulas import LEAST, MOST, NORM_RATE, SPIKE
 
@@ -111,7 +112,7 @@ class _Bucket(Generic[Array]):
         pieces = bucket.gradients
         self._positions = [at for at, piece in enumerate(pieces) if piece.spec.numel]
         self._sizes = [pieces[at].spec.numel for at in self._positions]
-        self._wholes = [Sample(numel) for numel in self._sizes]
+        self._wholes = [whole_sample(numel) for numel in self._sizes]
         self.names = [pieces[at].spec.name for at in self._positions]
         self.selecting = selecting(bucket.config, pieces)  # tensors that are not sent whole
         arrivals = memory.states[ARRIVALS].plan.tensors
@@ -391,6 +392,11 @@ class Sample:
         return self.size / self.numel
 
     @cached_property
+    def place(self) -> Place:
+        """Where the sample of a whole tensor is that has arrays of its own."""
+        return 0, 0, self.numel, *self.pick
+
+    @cached_property
     def pick(self) -> tuple[int, int, int]:
         """The sample of a whole tensor, for `Ops.blocks`."""
         return self.shards, self.first, self.parts
@@ -404,6 +410,12 @@ class Sample:
     def size(self) -> int:
         """Number of elements of the sample."""
         return shard_numel(shard_numel(self.numel, self.shards, self.first), self.parts, 0)
+
+
+@lru_cache(maxsize=4096)
+def whole_sample(numel: int) -> Sample:
+    """The sample of a whole tensor; cached, as updates ask for it in every step."""
+    return Sample(numel)
 
 
 def constants(numbers: Sequence[float], bucket: BucketPlan, ops: Ops[Array]) -> Array:

@@ -27,7 +27,8 @@ from torch import Tensor
 from horovod_topk.cli.machine import machine
 from horovod_topk.config import fields_of
 from horovod_topk.core.codec.payload_codec import PayloadCodec
-from horovod_topk.core.exchange.rounds import ReducedBucket, declared, state_plan
+from horovod_topk.core.exchange import Storage
+from horovod_topk.core.exchange.reduce import ReducedBucket, declared, state_plan
 from horovod_topk.core.exchange.sharded import ShardedExchange
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Location
@@ -125,7 +126,7 @@ def step_of(method: Method, gradient: Tensor, ops: TorchOps) -> tuple[Step, Step
     }
     collective: Any = Alone()
     by = ShardedExchange(collective)
-    exchange = ReducedBucket(bucket, arenas, states, ops, codec, by)
+    exchange = ReducedBucket(bucket, Storage([arenas], states=states), codec, by)
 
     def reduce() -> None:
         exchange.send([gradient], "b")

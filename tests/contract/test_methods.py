@@ -25,7 +25,7 @@ from oracle.two_rounds import TwoRounds
 from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.core.exchange.announcing import announced_bytes
-from horovod_topk.core.exchange.rounds import round_plans
+from horovod_topk.core.exchange.reduce import round_plans
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.core.plan.shards import shard
 from horovod_topk.errors import ConfigError

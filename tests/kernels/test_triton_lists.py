@@ -19,7 +19,7 @@ import torch
 from test_triton import DEVICE, assert_same, compiled, needs_triton, run_cases, triton_version
 from torch import Tensor
 
-from horovod_topk.core.exchange.rounds import state_plan
+from horovod_topk.core.exchange.reduce import state_plan
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.run.follower import Memory
 from horovod_topk.core.state.residual import Arenas

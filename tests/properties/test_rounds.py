@@ -14,7 +14,7 @@ from oracle.loopback import LoopbackCollective, on_every_rank
 from oracle.two_rounds import COLUMNS, TwoRounds
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.exchange.rounds import round_plans
+from horovod_topk.core.exchange.reduce import round_plans
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.errors import PayloadError, TopKError
 from horovod_topk.methods.protocol import Bucket, Piece, Rounds, Work

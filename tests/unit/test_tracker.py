@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.world import World
 
-from horovod_topk.core.exchange.rounds import state_plan
+from horovod_topk.core.exchange.reduce import state_plan
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.shards import first_block, shard_numel
 from horovod_topk.errors import ConfigError, StateDictError

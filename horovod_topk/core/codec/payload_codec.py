@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from horovod_topk.core.codec.kernels import KernelCache, codec_of
 from horovod_topk.core.codec.measures import MeasureStore, Rows, measures_in
@@ -27,7 +27,7 @@ from horovod_topk.core.plan import payload as wire
 from horovod_topk.core.plan.buckets import BucketPlan
 from horovod_topk.core.plan.payload import FACTS_AT, HEADER_BYTES
 from horovod_topk.core.state.residual import Arenas, Squares
-from horovod_topk.errors import PayloadError, TopKError
+from horovod_topk.errors import PayloadError
 from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import (
     Announced,
@@ -54,13 +54,14 @@ class PayloadCodec(Generic[Array]):
         arrived: dictionary for received measures; None: a new one.
 
     Attributes:
+        ops: the same.
         kernels: kernels of the buckets.
         measures: what ranks tell each other with their payloads.
         withholding: limits of what payloads hold.
     """
 
     def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
-        self._ops, self.kernels = ops, KernelCache(ops)
+        self.ops, self.kernels = ops, KernelCache(ops)
         self.measures, self.withholding = MeasureStore(ops, arrived), Withholding(ops)
         self._committed: Callable[[], Any] = lambda: 0
         self._rank: Callable[[], int] = lambda: 0
@@ -96,19 +97,19 @@ class PayloadCodec(Generic[Array]):
 
     def new_payload(self, bucket: BucketPlan) -> Array:
         """Allocate a payload that has the bucket's header and is zero otherwise."""
-        payload = self._ops.zeros(bucket.layout.payload_bytes, "uint8", bucket.device)
+        payload = self.ops.zeros(bucket.layout.payload_bytes, "uint8", bucket.device)
         self.open_payload(bucket, payload)
         return payload
 
     def open_payload(self, bucket: BucketPlan, payload: Array) -> None:
         """Write the bucket's header into a zeroed buffer."""
-        self._ops.store_bytes(payload, 0, bucket.header)
+        self.ops.store_bytes(payload, 0, bucket.header)
 
     def flag_all(self, bucket: BucketPlan, payload: Array) -> None:
         """Flag every tensor of a payload as non-finite, so that all ranks roll back."""
         layout, flags = bucket.layout, (1 << len(bucket.gradients)) - 1
         data = flags.to_bytes(layout.flags_bytes, "little")
-        self._ops.store_bytes(payload, layout.flags_at, data)
+        self.ops.store_bytes(payload, layout.flags_at, data)
         self.measures.write_facts(bucket, payload)
 
     def encode(
@@ -149,7 +150,7 @@ class PayloadCodec(Generic[Array]):
             memory = residuals, candidates, gradients, payloads
             first.encode_shards(kernels, *memory, factors, velocities, streams, squares)
         else:
-            gradients = correct(gradients, velocities, self._ops)
+            gradients = correct(gradients, velocities, self.ops)
             for each, payload in zip(opened, payloads, strict=True):
                 self._encode_alone(each.arenas, gradients, payload, squares)
                 if velocities is not None:
@@ -159,7 +160,7 @@ class PayloadCodec(Generic[Array]):
     def seal(self, opened: Sequence[Opened[Array]], payloads: Sequence[Array]) -> None:
         """End the encoding of a bucket, or of its shards: keep rests, and write measures."""
         for each in opened:
-            each.keep(self._ops)
+            each.keep(self.ops)
         for each, payload in zip(opened, payloads, strict=True):
             self.measures.write(each.own.plan, payload)
         for each in opened:
@@ -195,7 +196,7 @@ class PayloadCodec(Generic[Array]):
         """Compute the method's own measures of one piece of e + g, except in an owner's bucket."""
         piece = bucket.tensors[position]
         if piece.numel and bucket.leg != "gather":
-            found = codec_of(bucket).measure(self._ops, bucket, piece, values)
+            found = codec_of(bucket).measure(self.ops, bucket, piece, values)
             self.measures.add(bucket, found)
 
     def write(self, arenas: Arenas[Array], payload: Array, sent: Sequence[Sent[Array]]) -> None:
@@ -205,23 +206,31 @@ class PayloadCodec(Generic[Array]):
         """
         bucket = arenas.plan
         checked = [each.checked for each in sent]
-        self._ops.store_nonfinite(payload, bucket.layout.flags_at, checked)
+        self.ops.store_nonfinite(payload, bucket.layout.flags_at, checked)
         for piece, each in zip(bucket.tensors, sent, strict=True):
             for at, data in each.parts:
-                self._ops.store(payload, at, data)
+                self.ops.store(payload, at, data)
             candidate = self._slice(arenas.candidate, piece)
             if codec_of(bucket).error_feedback:
-                self._ops.subtract_at(candidate, each.index, each.values)
+                self.ops.subtract_at(candidate, each.index, each.values)
             else:
-                self._ops.subtract_at(candidate, None, candidate)
+                self.ops.subtract_at(candidate, None, candidate)
 
-    def wrong_length(self, bucket: BucketPlan, gathered: Array, ranks: int) -> TopKError:
-        """The error for gathered bytes that are not one payload of a bucket from each rank.
+    def check_length(self, bucket: BucketPlan, gathered: Array, count: int) -> int | None:
+        """Refuse gathered bytes that are not `count` payloads of a bucket.
 
-        It is a PlanMismatchError if ranks are at different ratio levels, and else a PayloadError.
+        Returns:
+            Number of bytes; None: not known while a graph is built.
+
+        Raises:
+            PlanMismatchError: ranks are at different ratio levels.
+            PayloadError: the length is wrong otherwise.
         """
         size = bucket.layout.payload_bytes // bucket.writers
-        return wire.wrong_length(self._ops.to_host(gathered), size, ranks, bucket.ordinal)
+        received = cast("int | None", self.ops.numel(gathered))
+        if received not in (None, size * count):
+            raise wire.wrong_length(self.ops.to_host(gathered), size, count, bucket.ordinal)
+        return received
 
     def rows(
         self, bucket: BucketPlan, gathered: Array
@@ -265,11 +274,11 @@ class PayloadCodec(Generic[Array]):
             return flags
         read = self._read(bucket, gathered)
         flags = self._validate(bucket, gathered, read)
-        totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
+        totals = [self.ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
         for position, of_piece in read.items():
             piece = bucket.tensors[position]
             index = self._rows_in_gradient(bucket, piece, of_piece.index, gathered)
-            self._ops.accumulate(totals[piece.gradient], index, of_piece.values)
+            self.ops.accumulate(totals[piece.gradient], index, of_piece.values)
         self._write_totals(bucket, gathered, totals, scale, gradients, flags)
         return flags
 
@@ -283,7 +292,7 @@ class PayloadCodec(Generic[Array]):
         flags: Sequence[bool],
     ) -> None:
         """Write sums over ranks, or what the method makes of them, times `scale` to gradients."""
-        ops, method = self._ops, codec_of(bucket)
+        ops, method = self.ops, codec_of(bucket)
         whole = {piece.gradient for piece in bucket.tensors if piece.whole}
         for position, (total, gradient) in enumerate(zip(totals, gradients, strict=True)):
             settled = None if position in whole else method.settle(ops, total)
@@ -305,11 +314,11 @@ class PayloadCodec(Generic[Array]):
         check = partial(self._check, self.measures.arrived, bucket, positions, own)
         facts = [each for _, each in sound]
         count = len(bucket.gradients)
-        return self._ops.validate(gathered, width, bucket.layout.body_at, facts, check, count)
+        return self.ops.validate(gathered, width, bucket.layout.body_at, facts, check, count)
 
     def mask(self, arenas: Arenas[Array], payload: Array, own: Velocities[Array]) -> None:
         """Set the velocities of the elements that a payload sends to 0; see `core.momentum`."""
-        ops, bucket = self._ops, arenas.plan
+        ops, bucket = self.ops, arenas.plan
         for position, each in self._read(bucket, payload, rows=False).items():
             if each.index is not None:
                 piece = bucket.tensors[position]
@@ -322,7 +331,7 @@ class PayloadCodec(Generic[Array]):
 
         committed: whether the step was committed, so that e' is the residual now.
         """
-        ops, bucket = self._ops, arenas.plan
+        ops, bucket = self.ops, arenas.plan
         before, after = arenas.residual, arenas.candidate
         if committed:
             before, after = after, before
@@ -341,7 +350,7 @@ class PayloadCodec(Generic[Array]):
 
         In a graph a kernel takes far fewer operations than decoding piece by piece.
         """
-        ops, dtype = self._ops, bucket.residual_dtype
+        ops, dtype = self.ops, bucket.residual_dtype
         if bucket.parts > 1 or any(tensor.spec.dtype != dtype for tensor in bucket.tensors):
             return False
         kernel = self.kernels.decoder(bucket)
@@ -360,7 +369,7 @@ class PayloadCodec(Generic[Array]):
         The step must not be committed yet. It reads only the elements that were sent, and waits for
         no device.
         """
-        ops, differences, candidate = self._ops, list[Array](), arenas.candidate
+        ops, differences, candidate = self.ops, list[Array](), arenas.candidate
         for position, each in self._read(arenas.plan, payload, rows=False).items():
             left = self._slice(candidate, arenas.plan.tensors[position])
             if each.index is not None:
@@ -378,7 +387,7 @@ class PayloadCodec(Generic[Array]):
         Returns:
             e + g, and an array that has a NaN or an infinity if and only if e + g has one.
         """
-        ops, bucket = self._ops, arenas.plan
+        ops, bucket = self.ops, arenas.plan
         piece = bucket.tensors[position]
         gradient = gradients[piece.gradient]
         if bucket.parts > 1:
@@ -392,8 +401,8 @@ class PayloadCodec(Generic[Array]):
         method: object = bucket.config
         piece = bucket.tensors[position]
         if isinstance(method, AnnouncingCodec) and numbers_of(method, piece):
-            return method.announce(self._ops, piece, values)
-        return self._ops.zeros(0, "float32", bucket.device)
+            return method.announce(self.ops, piece, values)
+        return self.ops.zeros(0, "float32", bucket.device)
 
     def encode_piece(
         self,
@@ -409,7 +418,7 @@ class PayloadCodec(Generic[Array]):
         announced: all ranks' numbers, for an `AnnouncingCodec`; None: only this rank sends the
             piece.
         """
-        ops, piece, method = self._ops, bucket.tensors[position], codec_of(bucket)
+        ops, piece, method = self.ops, bucket.tensors[position], codec_of(bucket)
         if not piece.numel:
             return Sent([], values, None, values)
         if announced is None and isinstance(method, AnnouncingCodec):
@@ -424,7 +433,7 @@ class PayloadCodec(Generic[Array]):
         self, bucket: BucketPlan, gathered: Array, *, rows: bool = True, ago: int = 0
     ) -> dict[int, Read[Array]]:
         """Decode each non-empty piece of gathered payloads, by its position; see `key`."""
-        ops, method, read = self._ops, codec_of(bucket), {}
+        ops, method, read = self.ops, codec_of(bucket), {}
         for position, piece in enumerate(bucket.tensors):
             if piece.numel:
                 context = Context[Array](self.key(bucket, position, rows, ago))
@@ -482,7 +491,7 @@ class PayloadCodec(Generic[Array]):
         """Convert indices into a piece to indices into the whole gradient."""
         if bucket.parts == 1:
             return index
-        return self._ops.global_index(index, bucket.parts, piece.first)
+        return self.ops.global_index(index, bucket.parts, piece.first)
 
     def _rows_in_gradient(
         self, bucket: BucketPlan, piece: Any, index: Array | None, gathered: Array
@@ -491,13 +500,13 @@ class PayloadCodec(Generic[Array]):
         if bucket.parts == 1:
             return index
         if index is None:
-            rows = self._ops.numel(gathered) // bucket.layout.payload_bytes
+            rows = self.ops.numel(gathered) // bucket.layout.payload_bytes
             index = self._everything(piece.numel, rows, bucket.device)
         return self._in_gradient(bucket, piece, index)
 
     def _everything(self, numel: int, rows: int, device: str) -> Array:
         """Indices 0 to n - 1 in each row: [rows, n]."""
-        ops = self._ops
+        ops = self.ops
         index, own = ops.zeros(rows * numel, "int64", device), ops.arange(numel, device)
         for at in range(0, rows * numel, numel):
             ops.assign(ops.view(index, at, at + numel), own)
@@ -509,4 +518,4 @@ class PayloadCodec(Generic[Array]):
         return [key.own for key in keys if key is not None]
 
     def _slice(self, arena: Array, piece: Any) -> Array:
-        return self._ops.view(arena, piece.start, piece.stop)
+        return self.ops.view(arena, piece.start, piece.stop)

@@ -8,6 +8,7 @@ from horovod_topk.core.exchange.protocol import (
     Collective,
     Exchange,
     Pending,
+    Storage,
     Traffic,
     ring_allreduce_bytes,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "Collective",
     "Exchange",
     "Pending",
+    "Storage",
     "Traffic",
     "ring_allreduce_bytes",
 ]

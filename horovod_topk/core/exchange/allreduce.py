@@ -15,26 +15,26 @@ on every rank.
 
 from __future__ import annotations
 
-import contextlib
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from horovod_topk.core.codec.momentum import correct
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Collective,
-    Over,
+    Exchange,
     Pending,
+    Storage,
     Traffic,
     ring_allreduce_bytes,
     wait_for_dropped,
 )
 from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
-from horovod_topk.core.state.residual import Arenas, Squares, as_row
+from horovod_topk.core.state.residual import as_row
 from horovod_topk.errors import PlanMismatchError
-from horovod_topk.ops import Ops, Velocities
+from horovod_topk.ops import Velocities
 from horovod_topk.ops.coding import value_bytes
 
 Array = TypeVar("Array")
@@ -43,30 +43,20 @@ PARTS = 4  # lanes of the digest, with 16 bits each: float32 holds sums over 256
 LANES = PARTS + 1  # before the measures
 
 
-class AllreduceExchange(Over[Array]):
+class AllreduceExchange(Exchange[Array]):
     """Dense gradients, or the arrays of a round, are summed by Horovod's own allreduce."""
 
-    kind, keeps, parts, part = "allreduce", False, 0, None
+    kind, keeps = "allreduce", False
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """No plan: there are no residuals."""
         return ()
 
-    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """No plan: there are no owners."""
-        return ()
-
     def of(
-        self,
-        bucket: BucketPlan,
-        residuals: Sequence[Arenas[Array]],
-        owned: Sequence[Arenas[Array]],
-        states: Mapping[str, Arenas[Array]],
-        ops: Ops[Array],
-        codec: PayloadCodec[Array],
+        self, bucket: BucketPlan, own: Storage[Array], codec: PayloadCodec[Array]
     ) -> BucketExchange[Array]:
         """The exchange of a bucket: one allreduce."""
-        return AllreduceBucket(bucket, ops, codec, self._collective)
+        return AllreduceBucket(bucket, codec, self.collective)
 
     def buffer_bytes(self, plan: Plan) -> int:
         """`Exchange.buffer_bytes`: one array for each bucket."""
@@ -82,30 +72,23 @@ class AllreduceExchange(Over[Array]):
         sent_bytes = ring_allreduce_bytes(size, self.ranks)
 
         def between(rank: int) -> int:
-            return sent_bytes if self._is_at_an_edge(rank) else 0
+            return self._in_a_ring(rank, sent_bytes)
 
         return self._traffic(plan, entries, size, sent_bytes, between)
 
 
-class AllreduceBucket(Generic[Array]):
-    """`BucketExchange` of one bucket."""
-
-    stages = 0
+class AllreduceBucket(BucketExchange[Array]):
+    """`BucketExchange` of one bucket, without residuals."""
 
     def __init__(
-        self,
-        bucket: BucketPlan,
-        ops: Ops[Array],
-        codec: PayloadCodec[Array],
-        collective: Collective[Array],
+        self, bucket: BucketPlan, codec: PayloadCodec[Array], collective: Collective[Array]
     ) -> None:
-        self._bucket, self._ops, self._codec, self._collective = bucket, ops, codec, collective
+        super().__init__((), codec)
+        self._bucket, self._collective, ops = bucket, collective, codec.ops
         self._digest: Sequence[int] = ()  # of the step under way
         self._lanes = LANES + collective.size * len(bucket.measures)
         size = bucket.numel + self._lanes
         self._array = ops.zeros(size, bucket.residual_dtype, bucket.device)
-        self._pending: Pending[Array] | None = None
-        self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
 
     def send(
         self,
@@ -125,22 +108,9 @@ class AllreduceBucket(Generic[Array]):
         self._pending = self._reduce(name, measures)
 
     def abort(self, name: str) -> None:
-        """Send flags for all tensors in a step that this rank does not go on with.
-
-        Does not wait for the collective.
-        """
+        """`BucketExchange.abort`."""
         wait_for_dropped(self._unwanted)
         self._unwanted.append(self._reduce(name, has_left=True))
-
-    def advance(self) -> None:
-        """`BucketExchange.advance`."""
-
-    def drain(self) -> None:
-        """`BucketExchange.drain`."""
-        if self._pending is not None:
-            with contextlib.suppress(RuntimeError):
-                self._pending.wait()
-        self._pending = None
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`BucketExchange.receive`.
@@ -149,26 +119,13 @@ class AllreduceBucket(Generic[Array]):
             PlanMismatchError: ranks have different plans.
         """
         ops, bucket, ranks = self._ops, self._bucket, self._collective.size
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        self._sum = pending.wait()
+        self._sum = self._result()
         sums = [ops.view(self._sum, piece.start, piece.stop) for piece in bucket.tensors]
         flags = self._examine(sums)
         scale = 1.0 / ranks if bucket.reduction == "average" else 1.0
         for position, (total, target) in enumerate(zip(sums, targets, strict=True)):
             ops.write_scaled(total, gain * scale, target, flags[position])
         return flags
-
-    def swap(self) -> None:
-        """`BucketExchange.swap`: there is no residual."""
-
-    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
-        """`BucketExchange.encoded`: nothing."""
-        return ()
-
-    def squares(self, *, committed: bool) -> Squares:
-        """`BucketExchange.squares`: not known, as sums overwrite the gradients' memory."""
-        return Squares()
 
     def _reduce(
         self, name: str, measures: Array | None = None, *, has_left: bool = False

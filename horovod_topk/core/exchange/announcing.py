@@ -20,18 +20,15 @@ from typing import Generic, TypeVar
 
 from horovod_topk.core.codec.momentum import correct
 from horovod_topk.core.codec.payload_codec import PayloadCodec
-from horovod_topk.core.exchange.protocol import Collective, Pending
-from horovod_topk.core.plan.buckets import BucketPlan, lay_out
+from horovod_topk.core.exchange.protocol import Collective, Pending, plan_of_arrays
+from horovod_topk.core.plan.buckets import BucketPlan
 from horovod_topk.core.state.residual import Arenas
-from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import (
     Announced,
     AnnouncingCodec,
-    Piece,
-    TensorSpec,
     numbers_of,
 )
-from horovod_topk.ops import Ops, Velocities
+from horovod_topk.ops import Velocities
 
 Array = TypeVar("Array")
 
@@ -49,15 +46,14 @@ def announcement(plans: Sequence[BucketPlan]) -> BucketPlan | None:
     first, *_ = plans
     if not isinstance(first.config, AnnouncingCodec):
         return None
-    parts = []
-    for position, piece in enumerate(first.tensors):
-        count = sum(numbers_of(plan.config, plan.tensors[position]) for plan in plans)
-        spec = TensorSpec(piece.spec.name, (count,), "float32", piece.spec.device)
-        parts.append(Piece(spec, count, position))
-    if not any(part.numel for part in parts):
+    counts = [
+        sum(numbers_of(plan.config, plan.tensors[position]) for plan in plans)
+        for position in range(len(first.tensors))
+    ]
+    if not any(counts):
         return None
     identity = ["announcement", *(plan.digest.hex() for plan in plans)]
-    return lay_out(first.ordinal, parts, "direct", Dense(), first.reduction, identity=identity)
+    return plan_of_arrays(first, counts, identity, "float32")
 
 
 def announced_bytes(plans: Sequence[BucketPlan]) -> int:
@@ -71,7 +67,7 @@ class Encoder(Generic[Array]):
 
     Args:
         arenas, payloads: one for each shard, or one.
-        ops, codec: operations on the arrays, and their codec.
+        codec: encodes the arrays.
         collective: the ranks that send the same pieces. None: only this rank sends them.
 
     Attributes:
@@ -83,11 +79,11 @@ class Encoder(Generic[Array]):
         self,
         arenas: Sequence[Arenas[Array]],
         payloads: Sequence[Array],
-        ops: Ops[Array],
         codec: PayloadCodec[Array],
         collective: Collective[Array] | None,
     ) -> None:
-        self._arenas, self._payloads, self._ops, self._codec = arenas, payloads, ops, codec
+        self._arenas, self._payloads, self._codec = arenas, payloads, codec
+        self._ops = ops = codec.ops
         self._collective = collective
         self._plan = None if collective is None else announcement([each.plan for each in arenas])
         self.stages = int(self._plan is not None)
@@ -186,9 +182,7 @@ class Encoder(Generic[Array]):
         assert self._collective is not None
         pending, self._pending = self._pending, None
         gathered, ranks = pending.wait(), self._collective.size
-        expected = None, self._plan.payload_bytes * ranks  # None: not known while a graph is built
-        if self._ops.numel(gathered) not in expected:
-            raise self._codec.wrong_length(self._plan, gathered, ranks)
+        self._codec.check_length(self._plan, gathered, ranks)
         rows, flags = self._codec.rows(self._plan, gathered)
         told: list[list[Announced[Array]]] = [[] for _ in self._arenas]
         for position, row in enumerate(rows):

@@ -32,19 +32,19 @@ from horovod_topk.core.exchange.announcing import Encoder, announced_bytes, anno
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Collective,
-    Over,
+    Exchange,
     Pending,
+    Storage,
     Traffic,
     check_split,
     wait_for_dropped,
 )
-from horovod_topk.core.plan import payload as wire
 from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.plan.shards import NodePlan, first_block, shard_sums
 from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import TopKError
-from horovod_topk.ops import Ops, Velocities
+from horovod_topk.ops import Velocities
 
 Array = TypeVar("Array")
 
@@ -79,7 +79,7 @@ class Groups(Generic[Array]):
         return len(self.nodes.of(self.rank))
 
 
-class HierarchicalExchange(Over[Array]):
+class HierarchicalExchange(Exchange[Array]):
     """Gradients are summed dense within a node, and sent sparse between nodes.
 
     Args:
@@ -133,17 +133,11 @@ class HierarchicalExchange(Over[Array]):
         return () if shard is None else (self.sharded(bucket).sums[shard],)
 
     def of(
-        self,
-        bucket: BucketPlan,
-        residuals: Sequence[Arenas[Array]],
-        owned: Sequence[Arenas[Array]],
-        states: Mapping[str, Arenas[Array]],
-        ops: Ops[Array],
-        codec: PayloadCodec[Array],
+        self, bucket: BucketPlan, own: Storage[Array], codec: PayloadCodec[Array]
     ) -> BucketExchange[Array]:
         """The exchange of a bucket: a local reduce-scatter, a cross and a local allgather."""
-        (arenas,) = owned or (None,)
-        return HierarchicalBucket(self.sharded(bucket), arenas, ops, codec, self.groups)
+        (arenas,) = own.owned or (None,)
+        return HierarchicalBucket(self.sharded(bucket), arenas, codec, self.groups)
 
     def buffer_bytes(self, plan: Plan) -> int:
         """`Exchange.buffer_bytes`: gradients, the node's parts of owned shards, and payloads."""
@@ -208,13 +202,13 @@ class _Done(Generic[Array]):
         return self.result
 
 
-class HierarchicalBucket(Generic[Array]):
+class HierarchicalBucket(BucketExchange[Array]):
     """`BucketExchange` of one bucket: `reduce`, `gather` and `spread`.
 
     Args:
         plan: the bucket, split among owners.
         owned: arenas of the owner's residual, if this rank owns shards.
-        ops, codec: operations on the arrays, and their codec.
+        codec: encodes and decodes the bucket.
         groups: the groups that this rank exchanges in.
     """
 
@@ -222,13 +216,12 @@ class HierarchicalBucket(Generic[Array]):
         self,
         plan: NodePlan,
         owned: Arenas[Array] | None,
-        ops: Ops[Array],
         codec: PayloadCodec[Array],
         groups: Groups[Array],
     ) -> None:
-        self._plan, self._owned, self._ops, self._codec = plan, owned, ops, codec
-        self._groups = groups
-        device = plan.bucket.device
+        super().__init__(() if owned is None else [owned], codec)
+        self._plan, self._owned, self._groups = plan, owned, groups
+        ops, device = codec.ops, plan.bucket.device
         self._out = ops.zeros(
             sum(each.numel for each in plan.sums), plan.bucket.residual_dtype, device
         )
@@ -238,12 +231,10 @@ class HierarchicalBucket(Generic[Array]):
         self._encoder: Encoder[Array] | None = None
         if owned is not None:
             codec.open_payload(owned.plan, self._back)
-            self._encoder = Encoder([owned], [self._back], ops, codec, groups.cross)
+            self._encoder = Encoder([owned], [self._back], codec, groups.cross)
         self.stages = 2 + any(announcement([each]) is not None for each in plan.sums)
         self._reduced: Pending[Array] | None = None
         self._gathered: Pending[Array] | None = None
-        self._spread: Pending[Array] | None = None
-        self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
 
     def send(
         self,
@@ -282,35 +273,18 @@ class HierarchicalBucket(Generic[Array]):
             self._unwanted += self._flag_all()
         if self._gathered is not None:
             self._spread_gathered()
-        if self._spread is not None:
-            self._spread.wait()
-            self._spread = None
+        super().drain()
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`BucketExchange.receive`."""
         plan, nodes = self._plan, self._groups.nodes
-        while self._spread is None:
+        while self._pending is None:
             self.advance()
-        pending, self._spread = self._spread, None
-        self._arrived = pending.wait()
-        payloads = nodes.owners * len(nodes.ranks)
-        received = self._ops.numel(self._arrived)
-        if received != plan.sum_bytes * payloads:
-            ordinal = plan.bucket.ordinal
-            arrived = self._ops.to_host(self._arrived)
-            raise wire.wrong_length(arrived, plan.sum_bytes, payloads, ordinal)
+        self._arrived = self._result()
+        self._codec.check_length(plan.result, self._arrived, nodes.owners * len(nodes.ranks))
         ranks = sum(nodes.sizes)
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
         return self._codec.decode(plan.result, self._in_rows(), gain * scale, targets)
-
-    def swap(self) -> None:
-        """`BucketExchange.swap`."""
-        if self._owned is not None:
-            self._owned.swap()
-
-    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
-        """`BucketExchange.encoded`: nothing, as gradients are added up first."""
-        return ()
 
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`: of this rank's gradients, and of its payload as an owner."""
@@ -335,7 +309,7 @@ class HierarchicalBucket(Generic[Array]):
         try:
             total = pending.wait()
         except TopKError:  # other ranks wait for this rank: send flags
-            *others, self._spread = self._abort()
+            *others, self._pending = self._abort()
             self._unwanted += others
             raise
         wait_for_dropped(self._unwanted)
@@ -354,7 +328,7 @@ class HierarchicalBucket(Generic[Array]):
         try:
             encoder.complete()
         except TopKError:  # other ranks wait for this rank: send flags
-            gathered, self._spread = self._flag_all()
+            gathered, self._pending = self._flag_all()
             self._unwanted.append(gathered)
             raise
         self._gathered = self._gather()
@@ -367,7 +341,7 @@ class HierarchicalBucket(Generic[Array]):
     def _spread_gathered(self) -> None:
         assert self._gathered is not None
         pending, self._gathered = self._gathered, None
-        self._spread = self._spread_payloads(pending.wait())
+        self._pending = self._spread_payloads(pending.wait())
 
     def _spread_payloads(self, payloads: Array) -> Pending[Array]:
         if self._groups.local is None:

@@ -16,18 +16,19 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from horovod_topk.core.codec.payload_codec import PayloadCodec
-from horovod_topk.core.plan.buckets import BucketPlan, Plan
+from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, lay_out
 from horovod_topk.core.plan.nodes import Location, Nodes
 from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import TensorTooLargeError
-from horovod_topk.ops import Ops, Velocities
+from horovod_topk.methods.dense import Dense
+from horovod_topk.methods.protocol import Piece
+from horovod_topk.ops import Velocities
 
 Array = TypeVar("Array")
-Given = TypeVar("Given", contravariant=True)
 Received = TypeVar("Received", covariant=True)
 
 LARGEST_SPLIT = 2**31 - 1  # Horovod counts elements and bytes of a collective in int32
@@ -115,40 +116,72 @@ class Collective(Protocol[Array]):
         ...
 
 
-class BucketExchange(Protocol[Given]):
-    """The exchange of one bucket, sent and received step after step."""
+@dataclass(frozen=True)
+class Storage(Generic[Array]):
+    """Memory of one bucket that lasts from step to step; the caller owns it."""
 
-    @property
-    def stages(self) -> int:
-        """How many times `advance` is called before `receive`."""
-        ...
+    residuals: Sequence[Arenas[Array]]  # one for each plan of `Exchange.holders`
+    owned: Sequence[Arenas[Array]] = ()  # owner's residuals, one for each plan of `Exchange.owned`
+    velocity: Arenas[Array] | None = None  # with momentum correction
+    states: Mapping[str, Arenas[Array]] = field(default_factory=dict)  # the method's own, by name
 
+
+class BucketExchange(abc.ABC, Generic[Array]):
+    """The exchange of one bucket, sent and received step after step.
+
+    Args:
+        arenas: the arenas that a commit swaps.
+        codec: encodes and decodes the bucket.
+
+    Attributes:
+        stages: how many times `advance` is called before `receive`.
+    """
+
+    stages = 0
+
+    def __init__(self, arenas: Sequence[Arenas[Array]], codec: PayloadCodec[Array]) -> None:
+        self._kept, self._codec, self._ops = arenas, codec, codec.ops
+        self._name = ""  # of the step under way
+        self._pending: Pending[Array] | None = None  # the last collective of the step
+        self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
+
+    @abc.abstractmethod
     def send(
         self,
-        gradients: Sequence[Given],
+        gradients: Sequence[Array],
         name: str,
-        velocities: Velocities[Any] | None = None,
-        squares: Sequence[Given | None] = (),
+        velocities: Velocities[Array] | None = None,
+        squares: Sequence[Array | None] = (),
     ) -> None:
         """Encode gradients and start the first collective; writes no gradient and no residual.
 
         velocities: for momentum correction; the new velocities are written to it.
         squares: Adam's mean squares to select by; see `PayloadCodec.encode`.
         """
-        ...
 
-    def advance(self) -> None:
+    def advance(self) -> None:  # most exchanges have a single stage
         """Start the next collective if there is one; waits for the data that it needs."""
-        ...
 
     def drain(self) -> None:
         """Wait for running collectives, and drop their results.
 
         Starts only collectives that ranks which go on with the step wait for; their flags end it.
+        A collective that fails, because a rank is lost, is ignored.
         """
-        ...
+        pending, self._pending = self._pending, None
+        with contextlib.suppress(RuntimeError):
+            if pending is not None:
+                pending.wait()
 
-    def receive(self, targets: Sequence[Given], gain: float = 1.0) -> Sequence[bool]:
+    def abort(self, name: str) -> None:
+        """Send flags for all tensors in a step that this rank does not go on with.
+
+        Does not wait for these collectives.
+        """
+        raise NotImplementedError(f"{type(self).__name__} carries no arrays of rounds")
+
+    @abc.abstractmethod
+    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """Wait for the last collective and write `gain` times its result to `targets`.
 
         Called once after each `send`.
@@ -159,22 +192,29 @@ class BucketExchange(Protocol[Given]):
         Raises:
             PayloadError, PlanMismatchError: the result is not payloads of this bucket.
         """
-        ...
+
+    def _result(self) -> Array:
+        """Wait for the last collective, and forget it."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        return pending.wait()
 
     def swap(self) -> None:
         """Make the elements that were not sent the residual."""
-        ...
+        for arenas in self._kept:
+            arenas.swap()
+
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """Arenas with the payload of each; (): this rank's gradients are not encoded alone."""
+        return ()
 
     def squares(self, *, committed: bool) -> Squares:
         """Sums of squares of the last step that was sent, as far as known. Waits for the device.
 
         committed: whether that step was committed.
         """
-        ...
-
-    def encoded(self) -> Sequence[tuple[Arenas[Any], Any]]:
-        """Arenas with the payload of each; (): this rank's gradients are not encoded alone."""
-        ...
+        squares = self._codec.squares
+        return sum((squares(*pair, committed=committed) for pair in self.encoded()), Squares())
 
 
 @dataclass(frozen=True)
@@ -189,129 +229,69 @@ class Traffic:
     node_bytes: int | None  # sent to other nodes by all ranks of the busiest node
 
 
-class Exchange(Protocol[Array]):
-    """The exchange of all buckets, as the compressor uses it."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that exchange."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """This process' rank among them."""
-        ...
-
-    @property
-    def collective(self) -> Collective[Array]:
-        """All ranks."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """The value of the setting `exchange` that names it."""
-        ...
-
-    @property
-    def because(self) -> str:
-        """Why this exchange was selected, in one line; empty: the user named it."""
-        ...
-
-    @property
-    def owner(self) -> Mapping[str, object]:
-        """The owner of this rank's shards: rank, number of ranks and nodes, for state dicts."""
-        ...
-
-    @property
-    def nodes(self) -> Nodes | None:
-        """The ranks of each node, or None if not known."""
-        ...
-
-    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """Plans whose arenas together hold this rank's residuals of a bucket."""
-        ...
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a rank keeps residuals of its own gradients."""
-        ...
-
-    @property
-    def parts(self) -> int:
-        """Number of owners that each tensor is split among; 0: there are no owners."""
-        ...
-
-    @property
-    def part(self) -> int | None:
-        """This rank's number among the owners; None: it is no owner."""
-        ...
-
-    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """The plan of this rank's shards of a bucket as an owner; empty if it owns none."""
-        ...
-
-    def of(
-        self,
-        bucket: BucketPlan,
-        residuals: Sequence[Arenas[Array]],
-        owned: Sequence[Arenas[Array]],
-        states: Mapping[str, Arenas[Array]],
-        ops: Ops[Array],
-        codec: PayloadCodec[Array],
-    ) -> BucketExchange[Array]:
-        """Make the exchange of a bucket.
-
-        residuals: arenas for each plan of `holders`.
-        owned: arenas for each plan of `owned`.
-        states: arenas of the method's state, by name.
-        """
-        ...
-
-    def traffic(self, plan: Plan) -> Traffic:
-        """Bytes that this rank sends in a step."""
-        ...
-
-    def buffer_bytes(self, plan: Plan) -> int:
-        """Bytes of memory for payloads, also those received, and for sums."""
-        ...
-
-
-class Over(abc.ABC, Generic[Array]):
-    """Base class of exchanges over one collective.
+class Exchange(abc.ABC, Generic[Array]):
+    """The exchange of all buckets over one collective, as the compressor uses it.
 
     Args:
         collective: all ranks.
         nodes: the ranks of each node, if known; for `traffic`.
-        because: `Exchange.because`.
+        because: why this exchange was selected, in one line; empty: the user named it.
     """
 
     def __init__(
         self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
     ) -> None:
-        self._collective = collective
-        self.nodes = nodes
-        self.because = because
+        self.collective, self.nodes, self.because = collective, nodes, because
         self._counted: dict[tuple[bytes, int], Traffic] = {}  # by plan digest and number of ranks
 
     @property
-    def collective(self) -> Collective[Array]:
-        """All ranks."""
-        return self._collective
+    @abc.abstractmethod
+    def kind(self) -> str:
+        """The value of the setting `exchange` that names it."""
 
     @property
     def ranks(self) -> int:
         """Number of ranks that exchange."""
-        return self._collective.size
+        return self.collective.size
 
     @property
     def rank(self) -> int:
         """This process' rank among them."""
-        return self._collective.rank
+        return self.collective.rank
 
     @property
     def owner(self) -> Mapping[str, object]:
-        """This rank, and the number of ranks."""
+        """The owner of this rank's shards: rank, number of ranks and nodes, for state dicts."""
         return {"ranks": self.ranks, "rank": self.rank}
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a rank keeps residuals of its own gradients."""
+        return True
+
+    @property
+    def parts(self) -> int:
+        """Number of owners that each tensor is split among; 0: there are no owners."""
+        return 0
+
+    @property
+    def part(self) -> int | None:
+        """This rank's number among the owners; None: it is no owner."""
+        return None
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """Plans whose arenas together hold this rank's residuals of a bucket."""
+        return (bucket,)
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """The plan of this rank's shards of a bucket as an owner; empty if it owns none."""
+        return ()
+
+    @abc.abstractmethod
+    def of(
+        self, bucket: BucketPlan, own: Storage[Array], codec: PayloadCodec[Array]
+    ) -> BucketExchange[Array]:
+        """Make the exchange of a bucket, with this rank's memory for it."""
 
     def traffic(self, plan: Plan) -> Traffic:
         """Bytes that this rank sends in a step; cached, as every step reads them."""
@@ -322,16 +302,16 @@ class Over(abc.ABC, Generic[Array]):
 
     @abc.abstractmethod
     def buffer_bytes(self, plan: Plan) -> int:
-        """`Exchange.buffer_bytes`."""
+        """Bytes of memory for payloads, also those received, and for sums."""
 
     @abc.abstractmethod
     def _count(self, plan: Plan) -> Traffic:
         """Bytes that this rank sends in a step, computed anew."""
 
-    def _is_at_an_edge(self, rank: int) -> bool:
-        """Whether the next rank in a ring of all ranks is on another node."""
+    def _in_a_ring(self, rank: int, sent_bytes: int) -> int:
+        """Part of what a rank sends to the next one in a ring that goes to another node."""
         assert self.nodes is not None
-        return (rank + 1) % self.ranks not in self.nodes.of(rank)
+        return sent_bytes if (rank + 1) % self.ranks not in self.nodes.of(rank) else 0
 
     def _traffic(
         self,
@@ -351,15 +331,49 @@ class Over(abc.ABC, Generic[Array]):
         return Traffic(selected, payload_bytes, sent_bytes, dense_bytes, mine, busiest)
 
 
+def plan_of_arrays(
+    bucket: BucketPlan,
+    counts: Sequence[int],
+    identity: object,
+    dtype: str = "",
+    measures: tuple[str, ...] = (),
+) -> BucketPlan:
+    """The plan of arrays that are sent whole, one for each tensor of a bucket.
+
+    Args:
+        bucket: the bucket.
+        counts: number of elements of each array.
+        identity: what readers must have in common; see `lay_out`.
+        dtype: of the arrays; empty: that of the bucket's residuals.
+        measures: names of the measures that travel with them.
+    """
+    parts = []
+    for position, (piece, count) in enumerate(zip(bucket.tensors, counts, strict=True)):
+        kind = dtype or bucket.residual_dtype, piece.spec.device
+        parts.append(Piece(TensorSpec(piece.spec.name, (count,), *kind), count, position))
+    own = bucket.ordinal, parts, "direct", Dense(), bucket.reduction
+    return lay_out(*own, identity=identity, measures=measures)
+
+
+def ordered_sum(rows: Any, count: int) -> Any:
+    """Add up `count` rows of any framework in rank order: the end of every reduce-scatter.
+
+    The order of libraries' own reduce-scatters is not stated, or depends on other tensors. The
+    first row may be overwritten.
+    """
+    total = rows[0]
+    for rank in range(1, count):
+        total += rows[rank]
+    return total
+
+
 def ring_allreduce_bytes(dense_bytes: int, ranks: int) -> int:
     """Bytes a rank sends in a ring allreduce: 2 (P - 1) / P of the data (Patarasuk, Yuan 2009)."""
     return 2 * (ranks - 1) * dense_bytes // ranks
 
 
 def check_gathered(total: int, name: str) -> None:
-    """Refuse an allgather of more bytes than Horovod can count.
-
-    Horovod would write them to wrong addresses.
+    """Refuse an allgather of more bytes than Horovod can count: it would write to wrong addresses.
 
     Args:
         total: bytes that each rank receives.

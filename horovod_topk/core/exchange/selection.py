@@ -76,7 +76,7 @@ def make_exchange(
     """
     if kind in _OVER_ALL:
         made = _OVER_ALL[kind](collective, nodes, because)
-        return ReduceExchange(made, collective) if in_rounds else made
+        return ReduceExchange(made) if in_rounds else made
     assert nodes is not None
     groups = Groups.of(collective, nodes)
     return HierarchicalExchange(collective, groups, because or _reduced_to(nodes))
@@ -92,7 +92,7 @@ def dense_beside(exchange: Exchange[Array]) -> Exchange[Array]:
     if not isinstance(exchange, Allgather) or exchange.ranks < 3 or elastic():
         return exchange
     owners = ShardedExchange(exchange.collective, exchange.nodes, "gradients are dense")
-    return ReduceExchange(owners, exchange.collective)
+    return ReduceExchange(owners)
 
 
 def choose(

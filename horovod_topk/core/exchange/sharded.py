@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.announcing import Encoder, announced_bytes
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Collective,
-    Over,
+    Exchange,
     Pending,
+    Storage,
     Traffic,
     check_split,
     wait_for_dropped,
@@ -20,21 +21,21 @@ from horovod_topk.core.exchange.protocol import (
 from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.plan.shards import ShardedPlan, shard
-from horovod_topk.core.state.residual import Arenas, Squares
+from horovod_topk.core.state.residual import Arenas
 from horovod_topk.errors import TopKError
-from horovod_topk.ops import Ops, Velocities
+from horovod_topk.ops import Velocities
 
 Array = TypeVar("Array")
 
 
-class ShardedExchange(Over[Array]):
+class ShardedExchange(Exchange[Array]):
     """Entries go to the owner of their elements, and the owners' sums to all ranks.
 
     About (P - 1) / P of a payload is sent in each direction: more if shards are so small that
     rounding up and headers matter.
     """
 
-    kind, keeps = "sharded", True
+    kind = "sharded"
 
     def __init__(
         self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
@@ -74,17 +75,11 @@ class ShardedExchange(Over[Array]):
         return (self.sharded(bucket).gather[self.rank],)
 
     def of(
-        self,
-        bucket: BucketPlan,
-        residuals: Sequence[Arenas[Array]],
-        owned: Sequence[Arenas[Array]],
-        states: Mapping[str, Arenas[Array]],
-        ops: Ops[Array],
-        codec: PayloadCodec[Array],
+        self, bucket: BucketPlan, own: Storage[Array], codec: PayloadCodec[Array]
     ) -> BucketExchange[Array]:
         """The exchange of a bucket: an alltoall and an allgather, after an announcement if any."""
-        (mine,) = owned
-        return ShardedBucket(self.sharded(bucket), residuals, mine, ops, codec, self._collective)
+        (mine,) = own.owned
+        return ShardedBucket(self.sharded(bucket), own.residuals, mine, codec, self.collective)
 
     def buffer_bytes(self, plan: Plan) -> int:
         """`Exchange.buffer_bytes`."""
@@ -104,13 +99,13 @@ class ShardedExchange(Over[Array]):
         def between(rank: int) -> int:
             assert self.nodes is not None
             away = self.ranks - len(self.nodes.of(rank))
-            return away * there + self._is_at_an_edge(rank) * others * back
+            return away * there + self._in_a_ring(rank, others * back)
 
         payload_bytes, sent_bytes = self.ranks * there + back, others * (there + back)
         return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
 
 
-class ShardedBucket(Generic[Array]):
+class ShardedBucket(BucketExchange[Array]):
     """`BucketExchange` of one bucket: an alltoall of entries, then an allgather of sums or means.
 
     What an owner does not send back stays in its residual, in units of the applied gradient: of the
@@ -122,13 +117,12 @@ class ShardedBucket(Generic[Array]):
         plan: ShardedPlan,
         arenas: Sequence[Arenas[Array]],
         owned: Arenas[Array],
-        ops: Ops[Array],
         codec: PayloadCodec[Array],
         collective: Collective[Array],
     ) -> None:
+        super().__init__([*arenas, owned], codec)
         self._plan, self._arenas, self._owned = plan, arenas, owned
-        self._ops, self._codec, self._collective = ops, codec, collective
-        self.bucket = plan.bucket
+        self._collective, ops = collective, codec.ops
         size, device = plan.scatter_bytes, plan.bucket.device
         self._out = ops.zeros(size * len(plan.scatter), "uint8", device)
         self._parts = [
@@ -139,11 +133,9 @@ class ShardedBucket(Generic[Array]):
         self._back = codec.new_payload(owned.plan)
         total = ops.zeros(owned.plan.numel, owned.plan.residual_dtype, device)
         self._totals = [ops.view(total, t.start, t.stop) for t in owned.plan.tensors]
-        self._encoder = Encoder(arenas, self._parts, ops, codec, collective)
+        self._encoder = Encoder(arenas, self._parts, codec, collective)
         self.stages = 1 + self._encoder.stages
         self._scattered: Pending[Array] | None = None
-        self._pending: Pending[Array] | None = None
-        self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
         self._aborted = False  # whether flags were also sent to owners in that step
         self._squares: Sequence[Array | None] = ()  # Adam's mean squares, until sums are encoded
 
@@ -174,8 +166,9 @@ class ShardedBucket(Generic[Array]):
         arrived, arrive = scattered.wait(), self._plan.arrive[self._collective.rank]
         self._wait_for_dropped()
         try:
-            self._check(arrived, arrive)
-            scale = _scale(arrive, self._collective.size)
+            ranks = self._collective.size
+            self._codec.check_length(arrive, arrived, ranks)
+            scale = 1 / ranks if arrive.reduction == "average" else 1.0
             flags = self._codec.decode(arrive, arrived, scale, self._totals)
         except TopKError:  # other ranks wait for this rank: send flags
             self._codec.flag_all(self._owned.plan, self._back)
@@ -197,13 +190,11 @@ class ShardedBucket(Generic[Array]):
         """`BucketExchange.drain`. Sends flags to ranks that go on, which roll the step back.
 
         These collectives are not waited for, as ranks may drain buckets in different orders. Where
-        a rank is lost, running collectives fail, which is ignored, and nobody waits for flags.
+        a rank is lost nobody waits for flags.
         """
+        super().drain()
         scattered, self._scattered = self._scattered, None
-        pending, self._pending = self._pending, None
         with contextlib.suppress(RuntimeError):
-            if pending is not None:
-                pending.wait()
             if self._encoder.waits and self._encoder.drain():
                 self.abort(self._name)
             if scattered is not None:
@@ -213,10 +204,7 @@ class ShardedBucket(Generic[Array]):
                 self._unwanted.append(self._gather())
 
     def abort(self, name: str) -> None:
-        """Send flags for all tensors in a step that this rank does not go on with.
-
-        Does not wait for these collectives.
-        """
+        """`BucketExchange.abort`."""
         self._wait_for_dropped()
         self._name, self._aborted = name, True
         for part, scatter in zip(self._parts, self._plan.scatter, strict=True):
@@ -229,25 +217,13 @@ class ShardedBucket(Generic[Array]):
         """`BucketExchange.receive`."""
         for _ in range(self.stages):
             self.advance()
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        gathered = pending.wait()
-        self._check(gathered, self._plan.gather[0])
+        gathered = self._result()
+        self._codec.check_length(self._plan.gather[0], gathered, self._collective.size)
         return self._codec.decode(self._plan.result, gathered, gain, targets)
-
-    def swap(self) -> None:
-        """`BucketExchange.swap`."""
-        for arenas in (*self._arenas, self._owned):
-            arenas.swap()
 
     def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
         """`BucketExchange.encoded`: a payload for each owner."""
         return list(zip(self._arenas, self._parts, strict=True))
-
-    def squares(self, *, committed: bool) -> Squares:
-        """`BucketExchange.squares`."""
-        squares = self._codec.squares
-        return sum((squares(*pair, committed=committed) for pair in self.encoded()), Squares())
 
     def _complete(self) -> None:
         """Encode with the announcements, and send entries to owners."""
@@ -264,11 +240,6 @@ class ShardedBucket(Generic[Array]):
     def _gather(self) -> Pending[Array]:
         return self._collective.allgather(self._back, f"{self._name}.gather")
 
-    def _check(self, received: Array, each: BucketPlan) -> None:
-        ranks = self._collective.size
-        if self._ops.numel(received) != each.layout.payload_bytes * ranks:
-            raise self._codec.wrong_length(each, received, ranks)
-
     def _wait_for_dropped(self) -> None:
         """Wait for collectives that read memory which is about to be written."""
         wait_for_dropped(self._unwanted)
@@ -280,7 +251,3 @@ def held_bytes(plan: ShardedPlan, rank: int) -> int:
     ranks, owned = len(plan.scatter), plan.gather[rank]
     payloads = 2 * ranks * plan.scatter_bytes + (1 + ranks) * plan.gather_bytes
     return payloads + owned.numel * WIDTH[owned.residual_dtype]
-
-
-def _scale(bucket: BucketPlan, ranks: int) -> float:
-    return 1 / ranks if bucket.reduction == "average" else 1.0

@@ -17,17 +17,17 @@ from typing import TypeVar, cast
 from horovod_topk.core.codec.measures import EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.codec.momentum import check_dtypes
 from horovod_topk.core.codec.payload_codec import PayloadCodec
-from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.exchange import Exchange, Storage, Traffic
 from horovod_topk.core.exchange.meeting import Meets
 from horovod_topk.core.exchange.probe import Probe, Probed
-from horovod_topk.core.exchange.rounds import Whole, declared, state_plan
+from horovod_topk.core.exchange.reduce import Whole, declared, state_plan
 from horovod_topk.core.exchange.selection import dense_beside
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
 from horovod_topk.core.plan.facts import digest_of, digest_of_rates, mismatch, pack, with_ratio
 from horovod_topk.core.plan.payload import FACTS_BYTES
 from horovod_topk.core.run.follower import Follow
 from horovod_topk.core.run.state import State
-from horovod_topk.core.run.step import Step, Storage
+from horovod_topk.core.run.step import Step
 from horovod_topk.core.run.timing import StepTimer
 from horovod_topk.core.state.learning_rates import Rates
 from horovod_topk.core.state.reshard import rescaling

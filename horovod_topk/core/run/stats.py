@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from horovod_topk.core.exchange import Exchange
-from horovod_topk.core.exchange.rounds import declared, state_plan
+from horovod_topk.core.exchange.reduce import declared, state_plan
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.run.stats_table import lines
 from horovod_topk.core.state.named_state import Part

@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec.measures import HOST, own_measures, total_of
 from horovod_topk.core.codec.momentum import velocities_of
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.codec.withheld import Limits
-from horovod_topk.core.exchange import BucketExchange, Exchange
+from horovod_topk.core.exchange import BucketExchange, Exchange, Storage
 from horovod_topk.core.exchange.probe import Probe
-from horovod_topk.core.exchange.rounds import declared
+from horovod_topk.core.exchange.reduce import declared
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
 from horovod_topk.core.run.follower import Follow, Follower, Memory
 from horovod_topk.core.run.timing import StepTimer
@@ -39,16 +39,6 @@ from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
-
-
-@dataclass(frozen=True)
-class Storage(Generic[Array]):
-    """Memory of one bucket that lasts from step to step; the caller owns it."""
-
-    residuals: Sequence[Arenas[Array]]  # one for each plan of `Exchange.holders`
-    owned: Sequence[Arenas[Array]] = ()  # owner's residuals, one for each plan of `Exchange.owned`
-    velocity: Arenas[Array] | None = None  # with momentum correction
-    states: Mapping[str, Arenas[Array]] = field(default_factory=dict)  # the method's own, by name
 
 
 @dataclass
@@ -329,14 +319,13 @@ class Step(Generic[Array]):
         self.stages = max((each.exchange.stages for each in buckets), default=0)
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
-        storage, ops = self._storage(plan), self._ops
+        storage = self._storage(plan)
         nodes: Any = self._exchange.owner.get("nodes", ())
         self._codec.withholding.limit(plan, Limits.of(plan, self._exchange.ranks, len(nodes)))
         first = plan.gradients[0]
         followed = () if plan.follows is None else plan.follows.states(first)
         states = {name: own for name, own in storage.states.items() if name not in followed}
-        memory = storage.residuals, storage.owned, states
-        exchange = self._exchange.of(plan, *memory, ops, self._codec)
+        exchange = self._exchange.of(plan, replace(storage, states=states), self._codec)
         bucket = Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
         bucket.measures = not set(plan.config.measures) <= set(HOST)
         if self._follow is not None and followed and plan.numel:
