@@ -138,7 +138,12 @@ ROOMS = {
         "horovod_topk.guard",
         "horovod_topk.__version__",
     },
-    "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.plan.nodes"},
+    "mpi.py": {
+        "numpy",
+        "mpi4py",
+        "horovod_topk.core.exchange.protocol",
+        "horovod_topk.core.plan.nodes",
+    },
     "process_sets.py": {"horovod.common", "horovod_topk.core.plan.nodes"},
     "cost": {
         "horovod_topk.methods",
