@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,10 @@ from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.core.state.residual import ResidualRegistry
 from horovod_topk.updates.tracker import Moments, Tracker
 from oracle import wire
-from oracle.backends import Backend
 from oracle.loopback import Loopback
+
+if TYPE_CHECKING:  # real ranks of one framework load no other
+    from oracle.backends import Backend
 
 Gradients = dict[str, NDArray[Any]]  # name -> gradient, of one rank
 SPECS = [TensorSpec("a", (40, 32), "float32"), TensorSpec("b", (30,), "float64")]  # two buckets

@@ -1,0 +1,58 @@
+"""Every method and exchange in TensorFlow, beside simulated ranks: see ../simulated.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import horovod.tensorflow as hvd
+import pytest
+import tensorflow as tf
+
+import horovod_topk.tensorflow
+from horovod_topk.core.plan.nodes import Location
+from simulated import ROWS, SHAPES, Row, assert_as_simulated
+from tapes import Linear
+
+
+class Taped:
+    """`simulated.Harness` of variables behind a tape, in a tf.function or eager."""
+
+    def __init__(self, row: Row, graph: bool, name: str) -> None:
+        make = getattr(horovod_topk.tensorflow, row.method)
+        self.compression = make(**row.settings, name=f"{name}.{graph}")
+        if graph:
+            self.compression.set_ratio(None)  # so that traces have a branch for each ratio
+        self._model, self._graph = Linear(SHAPES), graph
+        self.names = ["v", "v#2", "v#3"]
+
+    @property
+    def plan(self) -> Any:
+        """At the ratio of the settings."""
+        (state,) = self.compression._living_states()
+        (cached,) = state._plans
+        return cached.plan
+
+    def exchange(self, gradients: Sequence[Any]) -> list[Any]:
+        given = [tf.constant(each) for each in gradients]
+        return self._model.exchange(self.compression, given, graph=self._graph)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.everywhere(one_in=8)
+@pytest.mark.world_size(2, 3, 4)
+@pytest.mark.parametrize(
+    ("row", "graph"),
+    [
+        pytest.param(row, graph, id=f"{name}-{'graph' if graph else 'eager'}")
+        for position, (name, row) in enumerate(ROWS.items())
+        for graph in ((True, False) if position % 2 else (False, True))
+    ],
+)
+def test_each_step_is_that_of_simulated_ranks(
+    row: Row, graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Location("host", 0, int(hvd.rank() >= -(-hvd.size() // 2)))
+    monkeypatch.setattr("horovod_topk.process_sets.location", lambda rank, local: here)
+    assert_as_simulated(partial(Taped, row, graph), row, hvd.rank(), hvd.size())
