@@ -267,13 +267,13 @@ MUTATIONS = (
         "tensorflow",
         "tf.cond(sound, commit, lambda: None)",
         "commit()",
-        "gloo 2: tensorflow_ranks/case_tape.py",
+        "gloo 2: tensorflow_ranks/case_tf_as_simulated.py -k majority-graph",
     ),
     Mutation(
         "tensorflow",
         "total = total + rows[rank]",
         "total = rows[rank]",
-        "gloo 4: tensorflow_ranks/case_hierarchical.py",
+        "gloo 4: tensorflow_ranks/case_tf_as_simulated.py -k hierarchical-eager",
     ),
     Mutation(
         "checkpoint",

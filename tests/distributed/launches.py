@@ -145,6 +145,7 @@ TORCH = named("torch", "alone", "nodes", "ddp")
 # The files that ask nothing of Horovod but its verbs, in ranks/over_torch.py; and DDP's own.
 DDP = (
     *(
+        "as_simulated",
         "changes_alone",
         "checkpoint",
         "clipping",
@@ -155,14 +156,14 @@ DDP = (
         "grad_scaler",
     ),
     *("groups_ratios", "guard", "hierarchical", "learning_rates", "methods"),
-    *("momentum", "options", "ranks_agree", "sharded", "steps", "training_loops", "updates"),
+    *("momentum", "options", "ranks_agree", "steps", "training_loops", "updates"),
 )
 TENSORFLOW = named("tensorflow", "alone")
 # The files of TensorFlow with laws and exchanges.
-LAWS = ("tape", "sharded", "hierarchical", "groups_ratios", "methods")
+LAWS = ("tape", "tf_as_simulated", "hierarchical", "groups_ratios", "methods")
 # About files, states and optimizers, which know of no controller.
 KERAS = ("keras", "keras3", "tf_auto")
-STATES = ("state", "checkpoint", "tf_lives", "tf_applying", "worked_example")
+STATES = ("state", "sharded", "checkpoint", "tf_lives", "tf_applying", "worked_example")
 STEPS = (
     *(
         "tf_changes_alone",

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import training
-from horovod_topk.errors import StateDictError
 from plain import PlainTopKEF as TopKEF
 from reference import ErrorFeedback
 from training import Setup, Task
@@ -111,18 +110,6 @@ def test_non_finite_gradient_on_one_rank(
     assert_residuals(optimizer, before)
     assert TopKEF.of(optimizer).stats().rolled_back == 1
     assert flagged == [("net.3.weight",)]
-
-
-def test_training_goes_on_as_if_the_non_finite_batch_had_not_been() -> None:
-    task, optimizer = warm()
-    with spoiled(next(task.parameters()), math.inf) if hvd.rank() == 0 else nullcontext():
-        exchange(task, optimizer, 99)
-    gradients = [p.grad for p in task.parameters()]
-    if all(g.isfinite().all() for g in gradients):
-        take(optimizer)
-    for step in range(WARM_STEPS, 6):
-        training.ordinary(task, optimizer, step)
-    assert_same(training.snapshot(task), training.snapshot(expected_run(6).task))
 
 
 def scaled(task: Task, optimizer: Any, scaler: Any, step: int) -> None:
@@ -327,20 +314,6 @@ def test_resumes_bitwise(make: training.MakeOptimizer) -> None:
     assert torch.equal(bits(pending["residuals"].values()), bits(saved[2]["residuals"].values()))
 
 
-def test_without_residuals_it_would_not_resume() -> None:
-    """The case above can fail."""
-    setup = Setup()
-    task, optimizer = warm(setup)
-    saved = save(task, optimizer)
-    training.ordinary(task, optimizer, WARM_STEPS)
-    resumed = setup.task()
-    resumed.load_state_dict(saved[0])
-    again = setup.distributed(resumed, TopKEF(**SPARSE))
-    again.load_state_dict(saved[1])
-    training.ordinary(resumed, again, WARM_STEPS)
-    assert not torch.equal(bits(resumed.parameters()), bits(task.parameters()))
-
-
 def test_loading_residuals_drops_a_step_under_way() -> None:
     task, optimizer = warm()
     saved = TopKEF.of(optimizer).state_dict()
@@ -350,32 +323,6 @@ def test_loading_residuals_drops_a_step_under_way() -> None:
     for step in range(WARM_STEPS, 6):
         training.ordinary(task, optimizer, step)
     assert_same(training.snapshot(task), training.snapshot(expected_run(6).task))
-
-
-def test_saved_residuals_do_not_alias_live_ones() -> None:
-    task, optimizer = warm()
-    saved = TopKEF.of(optimizer).state_dict()
-    kept = bits(saved["residuals"].values()).clone()
-    for step in range(WARM_STEPS, 6):
-        training.ordinary(task, optimizer, step)
-    assert torch.equal(bits(saved["residuals"].values()), kept)
-
-
-def test_state_that_does_not_fit_is_refused_whole() -> None:
-    task, optimizer = warm()
-    state = TopKEF.of(optimizer).state_dict()
-    name = list(state["residuals"])[-1]
-    state["residuals"] = {n: r + 1 for n, r in state["residuals"].items() if n != name}
-    with nothing_changes(task, optimizer), pytest.raises(StateDictError, match=name):
-        TopKEF.of(optimizer).load_state_dict(state)
-
-
-def test_reset_forgets_residuals_and_ranks_stay_equal() -> None:
-    task, optimizer = warm()
-    TopKEF.of(optimizer).reset()
-    assert TopKEF.of(optimizer).stats().residual_norm == 0
-    training.ordinary(task, optimizer, WARM_STEPS)
-    assert_ranks_equal(task.parameters())
 
 
 # Gradients that a user edits, and steps that are cut off.

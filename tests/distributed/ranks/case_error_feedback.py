@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ import torch
 import training
 from plain import PlainTopKEF as TopKEF
 from reference import ErrorFeedback
-from resuming import assert_resumes
 from training import Setup
-from witness import assert_ranks_equal, assert_same
+from witness import assert_same
 from world import hvd
 
 pytestmark = pytest.mark.everywhere
@@ -82,27 +80,3 @@ def test_equal_to_the_formulas(row: Row) -> None:
             assert torch.equal(mine, torch.from_numpy(residual)), f"step {step}: {name}"
     if row.settings["ratio"] < 0.5:
         assert TopKEF.of(optimizer).stats().residual_norm > 0
-
-
-@pytest.mark.parametrize("residuals", ["bfloat16", "int4"])
-def test_residuals_in_fewer_bits(residuals: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A model trains as with float32, ranks stay equal, and a checkpoint has what is stored."""
-    pytest.importorskip("safetensors")
-    setup = Setup(optimizer=training.plain_sgd)
-    make, losses = partial(TopKEF, ratio=0.1, min_numel=0, residuals=residuals), list[float]()
-    assert_resumes(setup, make, tmp_path_factory.mktemp(residuals))
-    for kept in ("float32", residuals):
-        task = setup.task()
-        optimizer = setup.distributed(task, make(name=kept, residuals=kept))
-        untrained = training_loss(task)
-        for _ in range(20):
-            setup.take_step(task, optimizer, 0)
-        assert_ranks_equal(task.parameters())
-        losses.append(training_loss(task))
-    assert losses[0] < 0.7 * untrained
-    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
-
-
-def training_loss(task: training.Task) -> float:
-    """Mean over ranks of the loss of the first step's data."""
-    return sum(hvd.allgather_object(task.loss(hvd.rank(), 0).item())) / hvd.size()

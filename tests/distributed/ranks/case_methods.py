@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +12,6 @@ from oracle.dithered import Dithered
 from oracle.two_rounds import TwoRounds
 
 import training
-from horovod_topk import checkpoint
 from horovod_topk.core.state.state_dict import parts_of
 from horovod_topk.methods import METHODS
 from plain import PlainTopKEF as TopKEF
@@ -74,73 +71,6 @@ def test_dense_in_float32_trains_as_horovod_does() -> None:
     stats = TopKEF.of(ours).stats()
     assert stats.residual_norm == stats.owned_norm == 0
     assert 0.4 < stats.reduction <= 1  # owners of a small model have uneven shards
-
-
-@pytest.mark.everywhere(one_in=3)
-@pytest.mark.world_size(2, 3, 4)
-@pytest.mark.parametrize("method", EVERY)
-def test_ranks_stay_equal_and_a_checkpoint_goes_on(method: str, tmp_path: Path) -> None:
-    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
-    name, settings = EVERY[method]
-    (task, optimizer), (again, other) = start(name, **settings), start(name, **settings)
-    for step in range(5):
-        training.ordinary(task, optimizer, step)
-    checkpoint.save(folder, TopKEF.of(optimizer))
-    again.load_state_dict(task.state_dict())
-    other.load_state_dict(deepcopy(optimizer.state_dict()))
-    hvd.barrier()
-    checkpoint.load(folder, TopKEF.of(other))
-    for step in range(5, 9):
-        training.ordinary(task, optimizer, step)
-        training.ordinary(again, other, step)
-    assert_ranks_equal(task.parameters())
-    assert torch.equal(bits(again.parameters()), bits(task.parameters()))
-    assert TopKEF.of(optimizer).stats().steps == 9
-
-
-@pytest.mark.everywhere(one_in=2)
-@pytest.mark.world_size(2, 3, 4)
-@pytest.mark.parametrize("method", ["random k", "powersgd"])
-def test_rounds_are_the_same_by_every_exchange(method: str) -> None:
-    """To the bit where the order of addition is fixed, or two ranks have only one."""
-    name, settings = EVERY[method]
-    found = {}
-    for exchange in ("reduce", "allgather", "allreduce"):
-        task, optimizer = start(name, **settings, exchange=exchange)
-        for step in range(6):
-            training.ordinary(task, optimizer, step)
-        assert_ranks_equal(task.parameters())
-        assert TopKEF.of(optimizer).stats().exchange == exchange
-        found[exchange] = bits(task.parameters())
-    assert torch.equal(found["allgather"], found["reduce"])
-    if hvd.size() == 2:
-        assert torch.equal(found["allreduce"], found["reduce"])
-
-
-@pytest.mark.everywhere
-@pytest.mark.world_size(2, 3, 4)
-@pytest.mark.parametrize(
-    "method",
-    ["float16", "Horovod's allreduce", "two rounds", "random k", "qsgd", "majority", "powersgd"],
-)
-def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
-    name, settings = EVERY[method]
-    (task, optimizer), (again, other) = start(name, **settings), start(name, **settings)
-    for step in range(6):
-        training.ordinary(task, optimizer, step)
-        training.ordinary(again, other, step)
-        if step == 3:
-            before = TopKEF.of(other).state_dict()
-            other.zero_grad()
-            loss = again.loss(hvd.rank(), 99)
-            (loss * (float("nan") if hvd.rank() == 1 else 1.0)).backward()
-            other.synchronize()
-            assert all(p.grad.isnan().all() for p in again.parameters())
-            other.zero_grad()
-            after = TopKEF.of(other).state_dict()
-            for here, there in zip(states_in(before), states_in(after), strict=True):
-                assert all(torch.equal(e, there[tensor]) for tensor, e in here.items())
-    assert torch.equal(bits(again.parameters()), bits(task.parameters()))
 
 
 NEWEST = ("terngrad", "threshold")  # one announces numbers, one has levels by counts
@@ -263,8 +193,3 @@ def test_a_rank_whose_method_raises_ends_the_step_for_all(
     assert torch.equal(after, before)
     training.ordinary(task, optimizer, 2)
     assert_ranks_equal(task.parameters())
-
-
-def test_a_method_that_is_not_known() -> None:
-    with pytest.raises(AttributeError, match=r"has no .Quantise.; its compressors are"):
-        adapter.Quantise  # noqa: B018

@@ -6,18 +6,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from oracle.schedules import ByGradient
 
 import training
-from horovod_topk.errors import ConfigError
 from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup
 from witness import (
-    assert_ranks_equal,
-    assert_same_history,
-    nothing_changes,
     record,
 )
 from world import hvd
@@ -33,29 +28,6 @@ def train(task: Any, optimizer: Any, steps: Any) -> None:
         training.ordinary(task, optimizer, step)
 
 
-@pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
-def test_equal_to_optimizers_of_one_ratio_each(exchange: str) -> None:
-    """One after another, each with the residuals of the one before."""
-    settings = {"exchange": exchange}
-    ours = training.trajectory(SETUP, TopKEF(**WARM, **settings), len(RATIOS))
-    owed: Any = None
-    history: list[list[torch.Tensor]] = []
-    for step, ratio in enumerate(RATIOS):
-        task = SETUP.task()
-        with torch.no_grad():
-            for p, value in zip(task.parameters(), history[-1] if history else [], strict=False):
-                p.copy_(value)
-        optimizer = SETUP.distributed(task, TopKEF(**SPARSE | settings | {"ratio": ratio}))
-        if owed is not None:
-            TopKEF.of(optimizer).load_state_dict(owed)
-        training.ordinary(task, optimizer, step)
-        owed = TopKEF.of(optimizer).state_dict()
-        history.append(training.snapshot(task))
-    assert_same_history(ours, history)
-    assert_ranks_equal(ours[-1])
-
-
 @pytest.mark.horovod
 def test_collectives_have_one_name_at_all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     task = SETUP.task()
@@ -68,32 +40,6 @@ def test_collectives_have_one_name_at_all_levels(monkeypatch: pytest.MonkeyPatch
     assert len({name for name, _ in seen}) == 1
     assert len(set(seen)) == 3
     assert seen[0][1] > seen[2][1] > seen[4][1]
-
-
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
-@pytest.mark.parametrize("values", ["float32", "int8"])
-def test_dense_leaves_nothing_owed(exchange: str, values: str) -> None:
-    task = SETUP.task()
-    settings = SPARSE | {"exchange": exchange, "values": values}
-    compressor = TopKEF(**settings)
-    optimizer = SETUP.distributed(task, compressor)
-    train(task, optimizer, range(3))
-    assert compressor.stats().residual_norm > 0
-    compressor.set_ratio(1.0)
-    train(task, optimizer, [3])
-    assert compressor.stats().residual_norm == 0
-    TopKEF.of(optimizer).set_ratio(None)
-    train(task, optimizer, [4])
-    assert compressor.stats().residual_norm > 0
-    assert_ranks_equal(task.parameters())
-
-
-def test_a_ratio_that_is_no_level_is_refused() -> None:
-    task = SETUP.task()
-    optimizer = SETUP.distributed(task, TopKEF(**WARM))
-    with nothing_changes(task, optimizer), pytest.raises(ConfigError, match=r"ratio 0\.3 is none"):
-        TopKEF.of(optimizer).set_ratio(0.3)
-    assert TopKEF.of(optimizer).ratio == 0.5
 
 
 def test_skipped_steps_do_not_count() -> None:
@@ -146,10 +92,3 @@ def test_every_step_has_its_seconds_and_a_probe_its_cosine() -> None:
     stats = TopKEF.of(optimizer).stats()
     assert stats.exposed_seconds == pytest.approx(sum(each.exposed_seconds for each in seen))
     assert stats.memory_bytes == seen[0].memory_bytes > 0
-
-
-@pytest.mark.world_size(2, 3)
-def test_a_checkpoint_carries_the_count(tmp_path_factory: pytest.TempPathFactory) -> None:
-    pytest.importorskip("safetensors")
-    resumed = assert_resumes(SETUP, partial(TopKEF, **WARM), tmp_path_factory.mktemp("count"))
-    assert TopKEF.of(resumed).ratio == 0.05

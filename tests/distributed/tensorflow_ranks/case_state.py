@@ -11,18 +11,15 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from proof import assert_ranks_equal
 from tapes import Linear, noise
 
 from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.errors import (
-    ConfigError,
     NotAttachedError,
     OutsideOptimizerError,
     PlanMismatchError,
     ShapeChangedError,
     StateDictError,
-    UnknownSettingError,
     UnsupportedOperationError,
 )
 from horovod_topk.tensorflow.memory import _of_tapes
@@ -43,20 +40,6 @@ def trained(
         mine = [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(SHAPES)]
         exchanged = model.exchange(compression, mine)
     return model, exchanged
-
-
-def test_a_state_dict_carries_a_run_over() -> None:
-    whole = TopKEF(**SPARSE)
-    _, expected = trained(whole, 6)
-    first, second = TopKEF(**SPARSE), TopKEF(**SPARSE)
-    model, _ = trained(first, 3)
-    second.load_state_dict(first.state_dict())  # before its first step
-    other, exchanged = trained(second, 3, first=3)
-    assert all(np.array_equal(a, b) for a, b in zip(exchanged, expected, strict=True))
-    first.load_state_dict(second.state_dict())
-    for mine, theirs in zip(residuals(first), residuals(second), strict=True):
-        assert np.array_equal(mine, theirs)
-    assert model is not other
 
 
 def residuals(compression: TopKEF) -> list[Any]:
@@ -103,14 +86,6 @@ def test_what_was_restored_can_be_saved_before_a_step(tmp_path: Path) -> None:
     assert len(expected) == len(other.variables)
 
 
-def test_callbacks_can_be_given_before_the_first_step() -> None:
-    compression, seen = TopKEF(**SPARSE), list[StepCounters]()
-    compression.on_step(seen.append)
-    model, _ = trained(compression, 2)
-    assert [counters.step for counters in seen] == [1, 2]
-    assert model.variables
-
-
 def test_a_tensor_that_is_no_variable_is_refused() -> None:
     watched = tf.ones([3])
     with tf.GradientTape() as tape:
@@ -119,15 +94,6 @@ def test_a_tensor_that_is_no_variable_is_refused() -> None:
     tape = hvd.DistributedGradientTape(tape, compression=TopKEF)
     with pytest.raises(UnsupportedOperationError, match="no variable"):
         tape.gradient(loss, [watched])
-
-
-def test_reset_forgets() -> None:
-    compression = TopKEF(**SPARSE)
-    model, _ = trained(compression)
-    assert compression.stats().residual_norm > 0
-    compression.reset()
-    assert compression.stats().residual_norm == 0
-    assert model.variables
 
 
 @pytest.mark.parametrize(
@@ -250,13 +216,6 @@ def test_a_gradient_far_too_large_does_not_linger() -> None:
         assert unclipped[SPIKE] > 2 * allowed
 
 
-def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"pass ratio=0\.01"):
-        TopKEF(ratio=100)
-    with pytest.raises(UnknownSettingError, match="Did you mean 'ratio'"):
-        TopKEF(ration=0.1)
-
-
 def test_it_refuses_a_tensor_without_a_variable() -> None:
     with pytest.raises(OutsideOptimizerError, match=r"shape \[3\]"):
         hvd.allreduce(tf.zeros(3), compression=TopKEF)
@@ -317,7 +276,3 @@ def test_join_is_refused_while_a_state_lives() -> None:
     trained(keep, 1, model=model)
     with pytest.raises(UnsupportedOperationError, match="joined rank cannot take part"):
         hvd.join()
-
-
-def test_ranks_end_equal() -> None:
-    assert_ranks_equal(trained(TopKEF(**SPARSE))[1])
