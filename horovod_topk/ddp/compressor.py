@@ -5,6 +5,7 @@ strings (`from __future__ import annotations`).
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
@@ -69,21 +70,12 @@ def refuse_registering() -> NoReturn:
     )
 
 
-class _Settings(dict[str, inspect.Parameter]):
-    """Parameters of a compressor; `register_comm_hook` looks for those of a hook."""
-
-    def __missing__(self, name: str) -> NoReturn:
-        if name == "bucket":
-            refuse_registering()
-        raise KeyError(name)
-
-
 class _Signature(inspect.Signature):
-    """Signature of a compressor class, which says that it is no hook."""
+    """Signature of a compressor class, which has no `bucket` as that of a hook has."""
 
     @property
     def parameters(self) -> Any:
-        return _Settings(super().parameters)
+        return defaultdict(refuse_registering, super().parameters)
 
 
 class on_class_too(Generic[Parameters, Result]):  # noqa: N801  # it is used as a decorator

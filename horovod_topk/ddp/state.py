@@ -34,7 +34,7 @@ from horovod_topk.ddp.hooks import Hooks
 from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_optimizer, check_trained
 from horovod_topk.errors import ConfigError, NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.collective import GroupCollective
-from horovod_topk.torch_training.optimizer_settings import check_has_hooks, check_not_twice
+from horovod_topk.torch_training.optimizer_settings import check_has_hooks
 from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
 from horovod_topk.torch_training.tracing import untraced
 
@@ -67,35 +67,49 @@ class DDPState(TrainingState):
         compressor: TrainingCompressor,
         groups: Groups | None = None,
     ) -> None:
-        names = _trained_names(model)
-        label = f"a {type(model.module).__name__} with {len(names)} parameters"
+        label = f"a {type(model.module).__name__} with {len(_trained_names(model))} parameters"
         ranks = SimpleNamespace(included=lambda: True, size=model.process_group.size)
         super().__init__(optimizer, ranks, label)
-        check_optimizer(optimizer, names)
         self._model = weakref.ref(model)
+        self._names: dict[Tensor, str] | None = None  # of the parameters trained; None: not yet
         self._futures: list[tuple[Future[Tensor], Tensor]] = []  # DDP waits for them
         self._failed: BaseException | None = None  # to be raised at the end of backward
-        self._names = names
+        self._compress_for(model, optimizer, compressor, groups)
+        if self.active:
+            self._check = model.register_forward_pre_hook(check_is_compressed)
+            model.join_hook = refuse_join  # type: ignore[method-assign]  # there is no hook for it
+
+    def _compress_for(
+        self,
+        model: DistributedDataParallel,
+        optimizer: Any,
+        compressor: TrainingCompressor,
+        groups: Groups | None,
+    ) -> None:
+        """Compress the gradients of an optimizer, the first or one that replaces another."""
+        names, config, before = _trained_names(model), compressor.config, self._names
+        check_optimizer(optimizer, names)
         if not self.active:
-            self._leave_alone(optimizer, compressor)
+            self._leave(optimizer, config)
             return
-        check_trained(model, names)
+        if before is None:
+            check_trained(model, names)
+        else:
+            changed = {*names.values()} ^ {*before.values()}
+            check_inherits(self._compressor.config, config, changed)
         collective = GroupCollective(model.process_group)
-        hooks = self._hooks_for(optimizer, names, compressor, collective, groups=groups or ())
-        self._watch_own(hooks, optimizer)
-        self._use(hooks)
-        self._check = model.register_forward_pre_hook(check_is_compressed)
-        model.join_hook = refuse_join  # type: ignore[method-assign]  # PyTorch has no hook for it
-
-    def _leave_alone(self, optimizer: Any, compressor: TrainingCompressor) -> None:
-        config = compressor.config
-        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
-        self._leave(optimizer, config)
-
-    def _watch_own(self, hooks: Any, optimizer: Any) -> None:
-        """As `_watch`, for all parameters."""
+        hooks: Any = self._hooks_for(optimizer, names, compressor, collective, groups=groups or ())
+        new = hooks.compressor
+        if before is not None:
+            new.load_state_dict(inherited(self._compressor, new.state_dict()))
         hooks.is_registered = lambda: not all(s.is_copy for s in _states_of(self._model()))
-        self._watch(hooks, optimizer, ((p, _accumulation_of(p)) for p in self._names))
+        self._watch(hooks, optimizer, ((p, _accumulation_of(p)) for p in names))
+        if before is not None:
+            self._drop_step()
+            self._hooks.remove()
+            new.callbacks += self._compressor.callbacks
+        self._names = names
+        self._use(hooks)
 
     def detach(self) -> None:
         """As `TrainingState.detach`."""
@@ -121,22 +135,8 @@ class DDPState(TrainingState):
                 "compression is attached to this model and this optimizer already",
                 cure=f"Pass a new optimizer to replace this one, or {REWRAP}",
             )
-        names = _trained_names(model)
         check_has_hooks(optimizer)
-        check_optimizer(optimizer, names)
-        if not self.active:
-            self._leave_alone(optimizer, compressor)
-            return
-        before, changed = self._compressor, {*names.values()} ^ {*self._names.values()}
-        check_inherits(before.config, compressor.config, changed)
-        collective = GroupCollective(model.process_group)
-        hooks = self._hooks_for(optimizer, names, compressor, collective, groups=groups or ())
-        hooks.compressor.load_state_dict(inherited(before, hooks.compressor.state_dict()))
-        self._watch_own(hooks, optimizer)
-        self._drop_step()
-        self._hooks.remove()
-        hooks.compressor.callbacks += before.callbacks
-        self._use(hooks)
+        self._compress_for(model, optimizer, compressor, groups)
 
     def take(self, bucket: Any) -> Future[Tensor]:
         """Note the ready gradients of DDP's bucket; launch buckets that are complete with them.

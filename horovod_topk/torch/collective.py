@@ -51,35 +51,20 @@ class _Handle:
 
     handle: int
     timer: StepTimer
-
-    def wait(self) -> Tensor:
-        began, pause = time.perf_counter(), _PAUSE
-        while not hvd.poll(self.handle):  # `rest_until_done` inlined, to save a call
-            time.sleep(pause)
-            pause = min(_LONGER * pause, _LONGEST)
-        self.timer.last = time.perf_counter()
-        self.timer.exposed += self.timer.last - began
-        result: Any = hvd.synchronize(self.handle)
-        received: Tensor = result[0] if isinstance(result, tuple) else result
-        return received
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """A running alltoall whose received parts are added up by `wait()`."""
-
-    handle: int
-    count: int  # elements of each part
-    name: str
-    timer: StepTimer
+    name: str = ""
+    summed: int | None = None  # elements of each rank's part; None: they are not added
 
     def wait(self) -> Tensor:
         began = time.perf_counter()
-        received, counts = result_of(self.handle)
+        result = result_of(self.handle)
         self.timer.last = time.perf_counter()
         self.timer.exposed += self.timer.last - began
-        check_counts(counts.tolist(), self.count, self.name)
-        total: Tensor = ordered_sum(received.view(counts.numel(), self.count), counts.numel())
+        received: Tensor = result[0] if isinstance(result, tuple) else result
+        if self.summed is None:
+            return received
+        counts: list[int] = result[1].tolist()
+        check_counts(counts, self.summed, self.name)
+        total: Tensor = ordered_sum(received.view(len(counts), self.summed), len(counts))
         return total
 
 
@@ -136,13 +121,13 @@ class HorovodCollective:
         splits = torch.full([self.size], payloads.numel() // self.size, dtype=torch.int32)
         return self._alltoall(payloads, splits, name)
 
-    def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> _Sum:
+    def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> _Handle:
         """Start a named alltoall whose parts `wait()` adds in rank order; does not block.
 
         Horovod's own reduce-scatter only supports equal parts.
         """
-        handle = self._alltoall(array, torch.tensor(counts, dtype=torch.int32), name)
-        return _Sum(handle.handle, counts[self.rank], name, self.timer)
+        splits = torch.tensor(counts, dtype=torch.int32)
+        return self._alltoall(array, splits, name, counts[self.rank])
 
     def allreduce(self, array: Tensor, name: str) -> _Handle:
         """Start a named allreduce in place; does not block."""
@@ -160,10 +145,13 @@ class HorovodCollective:
         found = process_sets.find_or_add(self._global(groups))
         return [HorovodCollective(p, self.timer) if p.included() else None for p in found]
 
-    def _alltoall(self, array: Tensor, splits: Tensor, name: str) -> _Handle:
+    def _alltoall(
+        self, array: Tensor, splits: Tensor, name: str, summed: int | None = None
+    ) -> _Handle:
         timer, process_set = self.timer, self._process_set
         timer.first = timer.first or time.perf_counter()
-        return _Handle(hvd.alltoall_async(array, splits, name=name, process_set=process_set), timer)
+        handle = hvd.alltoall_async(array, splits, name=name, process_set=process_set)
+        return _Handle(handle, timer, name, summed)
 
     def _global(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
         """Convert groups of ranks within the process set to groups of Horovod's global ranks."""

@@ -26,7 +26,6 @@ from horovod_topk.errors import ConfigError, ShapeChangedError
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.hooks import Hooks
 from horovod_topk.torch_training.gradients import Slot, first_elements
-from horovod_topk.torch_training.optimizer_settings import check_not_twice
 from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
 from horovod_topk.torch_training.tracing import untraced
 
@@ -50,9 +49,10 @@ class OptimizerState(TrainingState):
         self._late_are_checked = False  # whether `synchronize()` has checked late gradients
         self._handles = optimizer._handles
         self._is_elastic = elastic()
-        self._config = config = compressor.config
         if not self.active:
-            check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+            norm = compressor.config.clip_norm
+            gradients = None if norm is None else partial(_values_alone, optimizer, norm)
+            self._leave(optimizer, compressor.config, gradients)
             return
         collective = HorovodCollective(optimizer.process_set)
         reduction, groups = reduction_of(optimizer.op, hvd), _asked_groups(optimizer)
@@ -70,17 +70,14 @@ class OptimizerState(TrainingState):
             optimizer._groups = None  # buckets replace groups, with one hook a parameter
         if register_hooks is not None:
             register_hooks()
-        if self.active:
-            try:
-                accumulations = zip(_trained(optimizer), optimizer._grad_accs, strict=True)
-                self._watch(self._hooks, optimizer, accumulations)
-            except BaseException:
-                optimizer._grad_accs.clear()  # and with them Horovod's hooks
-                raise
+        if not self.active:
             return
-        norm = self._config.clip_norm
-        gradients = None if norm is None else partial(_values_alone, optimizer, norm)
-        self._leave(optimizer, self._config, gradients)
+        try:
+            accumulations = zip(_trained(optimizer), optimizer._grad_accs, strict=True)
+            self._watch(self._hooks, optimizer, accumulations)
+        except BaseException:
+            optimizer._grad_accs.clear()  # and with them Horovod's hooks
+            raise
 
     # Methods that Horovod calls on a compressor, for gradients that are not compressed here.
 

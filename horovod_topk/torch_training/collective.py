@@ -3,29 +3,42 @@
 `torch.distributed` matches the collectives of a group by the order in which each rank starts them,
 and has no names. All ranks start them in the same order, that of DistributedDataParallel's buckets;
 names are labels in the profiler's trace.
+
+Meetings take no collective, but the store that ranks have found each other with: ranks that do not
+come run other collectives, which would be taken for it. A rank that waits in a collective for long
+looks whether others meet without it.
 """
 
 from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.profiler import record_function
 
 from horovod_topk.core.exchange.agreement import in_rows
+from horovod_topk.core.exchange.meeting import CURE, wait_until
 from horovod_topk.core.exchange.protocol import ordered_sum
 from horovod_topk.core.plan.nodes import Location, here
 from horovod_topk.core.run.timing import StepTimer
-from horovod_topk.torch_training.meeting import Meeting
+from horovod_topk.errors import PlanMismatchError
 
 # all_gather_single is the name since PyTorch 2.13 of all_gather_into_tensor.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_CAME = b"\0"  # what a rank says begins so if it has come to a meeting
+_PATIENCE = timedelta(seconds=2)  # between two looks for a meeting
+# Number of meetings so far.
+_MET = weakref.WeakKeyDictionary[dist.ProcessGroup, int]()
 
 
 @dataclass(frozen=True)
@@ -134,10 +147,7 @@ class GroupCollective:
 
     def allreduce(self, array: Tensor, name: str) -> _Pending:
         """Start an allreduce in place; does not block."""
-        self.timer.first = self.timer.first or time.perf_counter()
-        with record_function(name):
-            work = dist.all_reduce(array, group=self._group, async_op=True)
-        return _Pending(work, array, array, self.timer, self._watch(array), name)
+        return self._pending(name, array, array, partial(dist.all_reduce, array))
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether these process groups can be made; MPI needs all ranks of the job to take part."""
@@ -172,11 +182,101 @@ class GroupCollective:
     ) -> _Pending:
         """Start a collective that fills `count` elements of new memory; does not block."""
         received = sent.new_empty(count)
+        start = partial(verb, received, sent, **options)
+        return self._pending(name, sent, received, start, finish)
+
+    def _pending(
+        self,
+        name: str,
+        sent: Tensor,
+        received: Tensor,
+        start: Callable[..., Any],
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> _Pending:
         self.timer.first = self.timer.first or time.perf_counter()
         with record_function(name):
-            work = verb(received, sent, group=self._group, async_op=True, **options)
-        return _Pending(work, sent, received, self.timer, self._watch(sent), name, finish)
+            work = start(group=self._group, async_op=True)
+        watched = self._meeting if sent.device.type == "cpu" else None
+        return _Pending(work, sent, received, self.timer, watched, name, finish)
 
-    def _watch(self, array: Tensor) -> Meeting | None:
-        """Return the meetings to look at while waiting; None: the host does not wait."""
-        return self._meeting if array.device.type == "cpu" else None
+
+class Meeting:
+    """Meetings of one process group; see `core.exchange.meeting.Meets`.
+
+    Args:
+        group: the process group, whose backend has a store.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._rank = group, dist.get_rank(group)
+        self._ranks = range(dist.get_world_size(group))
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Meeting | None:
+        """The meetings of a process group; None: its backend has no store, such as MPI."""
+        return None if _get_process_group_store(group) is None else cls(group)
+
+    def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
+        """`Meets.meet`."""
+        self._post(_CAME + data)
+        wait_until(lambda: not self._missing(), name, self._rank, self._missing, patient=patient)
+        said = list(map(self._said, self._ranks))
+        _MET[self._group] = self._met + 1
+        elsewhere = [rank for rank in self._ranks if not said[rank].startswith(_CAME)]
+        if elsewhere:
+            came = [rank for rank in self._ranks if rank not in elsewhere]
+            raise _parted(came, elsewhere[0], said[elsewhere[0]].decode())
+        rows = b"".join(each[1:] for each in said)
+        return in_rows(rows, len(data), len(said), self._rank)
+
+    def wait_for(self, work: Any, name: str) -> None:
+        """Wait for a collective, a `dist.Work` of this name.
+
+        Raises:
+            PlanMismatchError: other ranks meet instead of taking part.
+        """
+        while True:
+            try:
+                work.wait(_PATIENCE)
+                return
+            except RuntimeError:  # it has failed, or waits for other ranks
+                if work.is_completed():
+                    raise
+            missing = self._missing()
+            here = [rank for rank in self._ranks if rank not in missing]
+            came = [rank for rank in here if self._said(rank).startswith(_CAME)]
+            if came:
+                self._post(name.encode())
+                raise _parted(came, self._rank, name)
+
+    @property
+    def _store(self) -> Any:
+        return _get_process_group_store(self._group)
+
+    @property
+    def _met(self) -> int:
+        return _MET.get(self._group, 0)
+
+    def _missing(self) -> list[int]:
+        """Ranks that have not come to the present meeting."""
+        return [rank for rank in self._ranks if not self._store.check([self._key(rank)])]
+
+    def _said(self, rank: int) -> bytes:
+        """Return what a rank has posted for the present meeting; it has to have posted."""
+        return bytes(self._store.get(self._key(rank)))
+
+    def _post(self, data: bytes) -> None:
+        self._store.set(self._key(self._rank), data)
+
+    def _key(self, rank: int) -> str:
+        return f"horovod_topk/{self._met}/{rank}"
+
+
+def _parted(came: Sequence[int], rank: int, name: str) -> PlanMismatchError:
+    """The error where some ranks meet, and another one waits for a collective."""
+    return PlanMismatchError(
+        f"rank {', '.join(map(str, came))} has loaded or reset a state, called set_ratio() or made "
+        f"another number of steps, alone: rank {rank} has not, and waits for the payloads of "
+        f"{name!r}",
+        cure=CURE,
+    )

@@ -40,7 +40,6 @@ from horovod_topk.config import check_flag, check_whole
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training.optimizer_settings import betas_of, number_in, number_of
-from horovod_topk.torch_training.preprocessing import Phase
 
 log = logging.getLogger("horovod_topk")
 
@@ -169,10 +168,26 @@ class OneBitAdam(Optimizer):
             )
         return config
 
+    def begin_exchange(self, committed: int, ratio: float) -> None:
+        """Begin a step, before its first bucket is exchanged.
+
+        Args:
+            committed: number of committed steps before it, equal on all ranks.
+            ratio: share of each tensor's elements that it sends.
+
+        Raises:
+            ConfigError: gradients are compressed before the variance is frozen.
+        """
+        self._taken = committed
+        if not self._is_frozen and ratio < 1.0:
+            raise ConfigError(
+                f"ratio {ratio} compresses gradients in the first {self._freeze_after} steps, from "
+                "which the variance is estimated",
+                cure="Call set_ratio(None), and set a ratio only after these steps",
+            )
+
     @torch.no_grad()
-    def before_exchange(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], phase: Phase
-    ) -> None:
+    def before_exchange(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Turn this rank's gradients into what ranks exchange, in place.
 
         Ranks exchange gradients until the variance is frozen, and momenta from then on.
@@ -180,20 +195,9 @@ class OneBitAdam(Optimizer):
         Args:
             parameters: those whose gradients are about to be exchanged.
             gradients: one gradient for each parameter.
-            phase: where the exchange stands.
-
-        Raises:
-            ConfigError: gradients are compressed before the variance is frozen.
         """
-        self._taken = phase.committed
         if not self._is_frozen:
             self._momenta.difference_update(map(id, parameters))
-            if phase.ratio < 1.0:
-                raise ConfigError(
-                    f"ratio {phase.ratio} compresses gradients in the first {self._freeze_after} "
-                    "steps, from which the variance is estimated",
-                    cure="Call set_ratio(None), and set a ratio only after these steps",
-                )
             return
         betas = {id(p): _beta1(group) for group in self.param_groups for p in group["params"]}
         for p, gradient in zip(parameters, gradients, strict=True):

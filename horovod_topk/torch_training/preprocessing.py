@@ -19,10 +19,8 @@ flag on every rank: all scalers skip the step, and no residual changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,39 +28,12 @@ from torch import Tensor
 from horovod_topk.core.codec.clipping import LocalClip, Scope
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.errors import ConfigError, GradientChangedError, UnsupportedDtypeError
-from horovod_topk.methods.protocol import Method
+from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.tracing import untraced
 
 STRETCH = 1 << 16  # elements of a stretch that is summed in float32
 LOOKS = 8  # first exchanges after which it is looked whether a GradScaler divides gradients
 UNSCALED = 1024.0  # what clipping divides by is less
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Counters of the exchange that are equal on all ranks."""
-
-    committed: int  # number of committed steps before it
-    ratio: float  # 1: everything is sent
-
-
-@runtime_checkable
-class ExchangesOwn(Protocol):
-    """An optimizer whose ranks exchange something other than gradients."""
-
-    def exchange_settings(self, config: Method, names: Mapping[Tensor, str]) -> Method:
-        """Return the settings that the optimizer's exchange uses; note the parameters' names.
-
-        Raises:
-            ConfigError: the compressor's settings are not sound for this optimizer.
-        """
-        ...
-
-    def before_exchange(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], phase: Phase
-    ) -> None:
-        """Turn the gradients of parameters into what ranks exchange, in place."""
-        ...
 
 
 class Preprocessing:
@@ -71,14 +42,14 @@ class Preprocessing:
     Args:
         scaler: the `torch.amp.GradScaler` that has scaled the gradients, or None.
         clip: clips the gradients, or None.
-        own: the optimizer, if it exchanges something other than gradients.
+        own: the optimizer, if ranks exchange its momentum instead of gradients.
     """
 
     def __init__(
-        self, scaler: Any, clip: LocalClip[Tensor] | None, own: ExchangesOwn | None = None
+        self, scaler: Any, clip: LocalClip[Tensor] | None, own: OneBitAdam | None = None
     ) -> None:
         self._scaler, self._clip, self._own = scaler, clip, own
-        self._scale, self._phase = ONE, Phase(0, 1.0)
+        self._scale: float | Tensor = 1.0
 
     @classmethod
     def of(cls, scaler: Any, plan: Plan, optimizer: Any) -> Preprocessing | None:
@@ -88,7 +59,7 @@ class Preprocessing:
             UnsupportedDtypeError: a gradient is float16, and may underflow when it is unscaled.
         """
         norm = plan.config.clip_norm
-        own = optimizer if isinstance(optimizer, ExchangesOwn) else None
+        own = optimizer if isinstance(optimizer, OneBitAdam) else None
         if scaler is None and norm is None and own is None:
             return None
         for tensor in plan.tensors():
@@ -100,13 +71,14 @@ class Preprocessing:
                 )
         return cls(scaler, None if norm is None else local_clip(norm, plan.reduction), own)
 
-    def begin(self, optimizer: Any, ranks: int, phase: Phase) -> None:
+    def begin(self, optimizer: Any, ranks: int, committed: int, ratio: float) -> None:
         """Note a step's loss scale and clipping threshold before its first bucket is preprocessed.
 
         Args:
             optimizer: the optimizer of the gradients.
             ranks: number of ranks that exchange gradients.
-            phase: where the exchange of this step stands.
+            committed: number of committed steps before this one.
+            ratio: share of each tensor's elements that this step sends.
 
         Raises:
             GradientChangedError: the scaler has unscaled the gradients already.
@@ -116,18 +88,19 @@ class Preprocessing:
         self._scale = scale_of(self._scaler)
         if self._clip is not None:
             self._clip.begin(ranks)
-        self._phase = phase
+        if self._own is not None:
+            self._own.begin_exchange(committed, ratio)
 
     def apply(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Unscale a bucket's gradients and clip them, in place.
 
         Then have the optimizer turn them into what it exchanges.
         """
-        self._scale.divide(gradients)
+        unscale(gradients, self._scale)
         if self._clip is not None:
             self._clip.clip(gradients)
         if self._own is not None:
-            self._own.before_exchange(parameters, gradients, self._phase)
+            self._own.before_exchange(parameters, gradients)
 
     def gain(self, optimizer: Any) -> float:
         """The factor that exchanged gradients are multiplied by.
@@ -136,7 +109,7 @@ class Preprocessing:
             GradientChangedError: the scaler has unscaled the gradients that were sent.
         """
         self._check_not_unscaled(optimizer)
-        return self._scale.number
+        return float(self._scale)
 
     def _check_not_unscaled(self, optimizer: Any) -> None:
         """Refuse gradients that the scaler has unscaled before they were exchanged.
@@ -170,49 +143,34 @@ def check_scaler(scaler: object) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The loss scale at the time when the first bucket of a step was sent."""
-
-    value: float | Tensor  # a tensor on an accelerator; only `number` waits for it
-
-    def divide(self, gradients: Sequence[Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
-        if isinstance(self.value, float):
-            if self.value != 1.0:
-                for gradient in gradients:
-                    gradient.mul_(1.0 / self.value)
-            return
-        for gradient in gradients:
-            gradient.mul_(self.value.double().reciprocal().to(gradient))
-
-    @cached_property
-    def number(self) -> float:
-        """The scale as a float. Waits for the device, as decoding does right after."""
-        return self.value if isinstance(self.value, float) else float(self.value)
-
-
-ONE = Scale(1.0)
-
-
-def scale_of(scaler: Any) -> Scale:
-    """The present scale of a GradScaler, or 1, read without waiting for an accelerator.
+def scale_of(scaler: Any) -> float | Tensor:
+    """The present scale of a GradScaler, or 1; a tensor on an accelerator, without waiting for it.
 
     Raises:
         ConfigError: the scale is on the host, and zero or not finite.
     """
     if scaler is None or not scaler.is_enabled():
-        return ONE
+        return 1.0
     scale = getattr(scaler, "_scale", None)
     if isinstance(scale, Tensor) and scale.device.type != "cpu":
-        return Scale(scale.clone())  # update() writes it in place
+        return scale.clone()  # update() writes it in place
     number = float(scaler.get_scale())
     if not 0.0 < number < math.inf:
         raise ConfigError(
             f"the GradScaler's scale is {number}, by which no gradient can be divided",
             cure="Look for what makes every step overflow, and start a new GradScaler",
         )
-    return Scale(number)
+    return number
+
+
+def unscale(gradients: Sequence[Tensor], scale: float | Tensor) -> None:
+    """Divide gradients by a loss scale, in place."""
+    if isinstance(scale, Tensor):
+        for gradient in gradients:
+            gradient.mul_(scale.double().reciprocal().to(gradient))
+    elif scale != 1.0:
+        for gradient in gradients:
+            gradient.mul_(1.0 / scale)
 
 
 class UnknownScaler:

@@ -30,12 +30,8 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training import optimizer_settings as settings
 from horovod_topk.torch_training.gradients import Buckets, plan_of
-from horovod_topk.torch_training.preprocessing import (
-    ExchangesOwn,
-    Preprocessing,
-    check_scaler,
-    clip_alone,
-)
+from horovod_topk.torch_training.onebit_adam import OneBitAdam
+from horovod_topk.torch_training.preprocessing import Preprocessing, check_scaler, clip_alone
 from horovod_topk.torch_training.steps import Hooks, check_evaluates_once
 from horovod_topk.torch_training.updates import Updates, moments
 from horovod_topk.updates.tracker import Tracker
@@ -123,7 +119,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         check_evaluates_once(optimizer)
         deferred, scaler = compressor.deferred, compressor.grad_scaler
         config, rule = settings.fit_settings(optimizer, compressor.config, deferred)
-        if isinstance(optimizer, ExchangesOwn):
+        if isinstance(optimizer, OneBitAdam):
             config = optimizer.exchange_settings(config, names)
         advice: tuple[str, ...] = ()
         if rule is None:

@@ -23,7 +23,7 @@ from horovod_topk.core.run.optimizers import kind_of, warn_of_clipping
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.torch_training import optimizer_settings as settings
 from horovod_topk.torch_training.gradients import Buckets, Use
-from horovod_topk.torch_training.preprocessing import Phase, Preprocessing, UnknownScaler
+from horovod_topk.torch_training.preprocessing import Preprocessing, UnknownScaler
 from horovod_topk.torch_training.tracing import untraced
 from horovod_topk.torch_training.updates import Updates, applies_nothing
 
@@ -108,8 +108,8 @@ class Hooks(abc.ABC):
         if self.preprocessing is None:
             return
         if not (own := self.compressor).step.sent:
-            phase = Phase(own.counter.committed, own.ratio)
-            self.preprocessing.begin(self.optimizer(), own.ranks, phase)
+            committed = own.counter.committed
+            self.preprocessing.begin(self.optimizer(), own.ranks, committed, own.ratio)
         slots = self.buckets.slots_of[ordinal]
         self.preprocessing.apply([slot.parameter for slot in slots], gradients)
         for slot in slots:

@@ -10,7 +10,6 @@ import torch
 
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.torch import OneBitAdam, SignSGD
-from horovod_topk.torch_training.preprocessing import Phase
 
 
 def gradients(step: int) -> torch.Tensor:
@@ -58,12 +57,12 @@ def test_what_is_exchanged_turns_from_gradients_into_momenta() -> None:
     q = copy.deepcopy(p)
     mine, alone = (OneBitAdam([each], freeze_after=2, lr=0.1) for each in (p, q))
     for step in range(6):
-        phase = Phase(step, 1.0)
+        mine.begin_exchange(step, 1.0)
         p.grad = gradients(99)
-        mine.before_exchange([p], [p.grad], phase)  # and the step is skipped, as after an overflow
+        mine.before_exchange([p], [p.grad])  # and the step is skipped, as after an overflow
         p.grad = gradients(step)
         before = p.grad.clone()
-        mine.before_exchange([p], [p.grad], phase)
+        mine.before_exchange([p], [p.grad])
         assert torch.equal(p.grad, before) == (step < 2)
         mine.step()
         stepped(alone, q, range(step, step + 1))
@@ -124,8 +123,8 @@ def test_gradients_are_not_compressed_before_the_freeze() -> None:
     p = torch.nn.Parameter(torch.ones(40))
     optimizer = OneBitAdam([p], freeze_after=5)
     with pytest.raises(ConfigError, match=r"ratio 0.1 compresses.* 5 .*Call set_ratio\(None\)"):
-        optimizer.before_exchange([p], [gradients(0)], Phase(4, 0.1))
-    optimizer.before_exchange([p], [gradients(0)], Phase(5, 0.1))
+        optimizer.begin_exchange(4, 0.1)
+    optimizer.begin_exchange(5, 0.1)
 
 
 def test_a_checkpoint_of_an_older_version_goes_on() -> None:
