@@ -77,20 +77,6 @@ def test_a_dense_one_trains(refused: str) -> None:
     assert raised.value.cure
 
 
-def test_a_precision_that_cannot_be_corrected() -> None:
-    """Found where the plan is made, which is after Horovod's own constructor."""
-
-    def half() -> Task:
-        return training.perceptron(torch.bfloat16)
-
-    task = Setup(build=half, optimizer=heavy_ball).task()
-    with pytest.raises(UnsupportedDtypeError, match="bfloat16"):
-        Setup(optimizer=training.plain_sgd).distributed(task, TopKEF(momentum=0.9))
-    optimizer = Setup(optimizer=heavy_ball).distributed(task, TopKEF(**SPARSE))
-    training.ordinary(task, optimizer, 0)
-    assert_ranks_equal(p.float() for p in task.parameters())
-
-
 @pytest.mark.parametrize("refused", REFUSED)
 def test_the_users_optimizer_keeps_its_momentum(refused: str) -> None:
     task = Setup().task()

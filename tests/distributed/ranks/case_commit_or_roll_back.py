@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -112,38 +109,6 @@ def test_non_finite_gradient_on_one_rank(
     assert flagged == [("net.3.weight",)]
 
 
-def scaled(task: Task, optimizer: Any, scaler: Any, step: int) -> None:
-    """GradScaler's recipe for Horovod."""
-    optimizer.zero_grad()
-    scaler.scale(task.loss(hvd.rank(), step)).backward()
-    optimizer.synchronize()
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(task.parameters(), 10.0)
-    with optimizer.skip_synchronize():
-        scaler.step(optimizer)
-    scaler.update()
-
-
-@pytest.mark.parametrize("overflow", ["last_layer", "first_layer"])
-def test_grad_scaler_skips_on_every_rank(overflow: str) -> None:
-    task, optimizer = warm(steps=0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    for step in range(WARM_STEPS):
-        scaled(task, optimizer, scaler, step)
-    assert TopKEF.of(optimizer).stats().steps == WARM_STEPS
-    parameters = list(task.parameters())
-    place = parameters[-1] if overflow == "last_layer" else parameters[0]
-    with nothing_changes(task, optimizer):
-        with spoiled(place, math.inf) if hvd.rank() == 1 else nullcontext():
-            scaled(task, optimizer, scaler, 50)
-        optimizer.zero_grad()
-    assert scaler.get_scale() == 512.0
-    scaled(task, optimizer, scaler, WARM_STEPS)
-    stats = TopKEF.of(optimizer).stats()
-    assert (stats.steps, stats.rolled_back) == (WARM_STEPS + 1, 1)
-    assert_ranks_equal(task.parameters())
-
-
 # Steps that are not taken.
 
 
@@ -203,19 +168,6 @@ def test_discarded_gradients_of_an_adversary_never_reach_a_residual() -> None:
         assert torch.equal(TopKEF.of(optimizer).residual(name), torch.from_numpy(residual))
 
 
-def test_loading_optimizer_state_drops_a_step_under_way() -> None:
-    task, optimizer = warm()
-    saved = optimizer.state_dict()
-    with nothing_changes(task, optimizer):
-        optimizer.zero_grad()
-        task.loss(hvd.rank(), 99).backward()  # launches every bucket
-        optimizer.load_state_dict(saved)
-        optimizer.zero_grad()
-    for step in range(WARM_STEPS, 6):
-        training.ordinary(task, optimizer, step)
-    assert_same(training.snapshot(task), training.snapshot(expected_run(6).task))
-
-
 # What does not commit.
 
 
@@ -268,50 +220,6 @@ def test_broadcast_after_synchronize_does_not_commit_what_it_replaced() -> None:
 
 
 # Saving and resuming.
-
-
-def save(task: Task, optimizer: Any) -> tuple[Any, ...]:
-    keep: Callable[[Any], Any] = partial(_copied)
-    return keep(task.state_dict()), keep(optimizer.state_dict()), TopKEF.of(optimizer).state_dict()
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {k: _copied(v) for k, v in value.items()}
-    return [_copied(v) for v in value] if isinstance(value, list) else value
-
-
-def through_a_file(state: Any) -> Any:
-    """As a user keeps it beside the model's, and reads it without running any code of it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-
-
-@pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("make", [training.sgd, training.adam], ids=["sgd", "adam"])
-def test_resumes_bitwise(make: training.MakeOptimizer) -> None:
-    setup = Setup(optimizer=make)
-    task, optimizer = warm(setup)
-    saved = save(task, optimizer)
-    exchange(task, optimizer, WARM_STEPS)
-    pending = TopKEF.of(optimizer).state_dict()
-    take(optimizer)
-    for step in range(WARM_STEPS + 1, 6):
-        training.ordinary(task, optimizer, step)
-
-    resumed = setup.task()
-    resumed.load_state_dict(saved[0])
-    again = setup.distributed(resumed, TopKEF(**SPARSE))
-    again.load_state_dict(saved[1])
-    TopKEF.of(again).load_state_dict(through_a_file(saved[2]))
-    for step in range(WARM_STEPS, 6):
-        training.ordinary(resumed, again, step)
-    assert_same(training.snapshot(resumed), training.snapshot(task))
-    assert_residuals(again, residuals(optimizer))
-    assert torch.equal(bits(pending["residuals"].values()), bits(saved[2]["residuals"].values()))
 
 
 def test_loading_residuals_drops_a_step_under_way() -> None:

@@ -13,8 +13,6 @@ With pytorch_optimizer installed, 24 optimizers of that package are tried too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -110,21 +108,6 @@ TORCH |= {
     "clears": lambda parameters: Clears(parameters, lr=0.1),
     "replaces": lambda parameters: Replaces(parameters, lr=0.1),
 }
-OTHERS = (
-    *("adabelief", "adai", "adamod", "adamp", "adan", "ademamix", "adopt", "aggmo", "diffgrad"),
-    *("lamb", "lars", "lion", "madgrad", "nero", "novograd", "prodigy", "qhadam", "radam"),
-    *("schedulefreesgd", "soap", "stableadamw", "swats", "tiger", "yogi"),
-)
-
-
-def of_pytorch_optimizer(name: str) -> Make:
-    def make(parameters: Any) -> Any:
-        made = import_module("pytorch_optimizer").load_optimizer(name)(parameters)
-        if hasattr(made, "train"):  # Schedule-Free's
-            made.train()
-        return made
-
-    return make
 
 
 def given(task: Task, optimizer: Any, step: int) -> list[Tensor]:
@@ -230,8 +213,3 @@ def test_two_passes_a_step(exchanges: bool) -> None:
 @pytest.mark.skipif(CONTROLLER != "torchrun", reason="Horovod takes an optimizer for each part")
 def test_two_optimizers_as_one() -> None:
     check(muon_beside_adamw)
-
-
-@pytest.mark.parametrize("name", OTHERS if find_spec("pytorch_optimizer") else ())
-def test_optimizers_of_pytorch_optimizer(name: str) -> None:
-    check(of_pytorch_optimizer(name))

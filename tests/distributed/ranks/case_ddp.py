@@ -284,21 +284,6 @@ def test_a_model_of_some_of_the_ranks(exchange: str) -> None:
     hvd.barrier()
 
 
-def test_one_bit_adam_exchanges_its_momentum() -> None:
-    task = Setup().task()
-    model = DistributedDataParallel(task)
-    optimizer = adapter.OneBitAdam(task.parameters(), freeze_after=3, lr=0.01)
-    adapter.SignSGD(exchange="sharded", min_numel=16).attach(model, optimizer)
-    state, sent = adapter.TopKEF.of(model), list[int]()
-    state.on_step(lambda counters: sent.append(counters.sent_bytes))
-    for step in range(6):
-        optimizer.zero_grad()
-        model(hvd.rank(), step).backward()
-        optimizer.step()
-        assert_ranks_equal(task.parameters())
-    assert max(sent[3:]) < min(sent[:3]) / 3
-
-
 @pytest.mark.parametrize("absent", [(1, 3, 7), range(8)], ids=["at times", "at first"])
 def test_one_bit_adam_freezes_all_parameters_at_once(
     absent: Any, caplog: pytest.LogCaptureFixture
@@ -511,20 +496,6 @@ def test_a_new_optimizer_has_its_own_momentum(make: Callable[[Any], Any]) -> Non
         return training.snapshot(task)
 
     assert_same(train(anew=False), train(anew=True))
-
-
-def test_residuals_that_a_falling_rate_has_enlarged_are_gradients_again() -> None:
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**{**SPARSE, "follow_lr": True}))
-    training.ordinary(task, optimizer, 0)
-    optimizer.param_groups[0]["lr"] *= 0.5
-    training.ordinary(task, optimizer, 1)
-    before = residuals(optimizer)
-    other = replaced(optimizer, training.adamw, TopKEF(**{**SPARSE, "follow_lr": True}))
-    for name, kept in residuals(other).items():
-        torch.testing.assert_close(kept, 0.95 * before[name])
-    training.ordinary(task, other, 2)
-    assert TopKEF.of(other).stats().steps == 1
 
 
 @pytest.mark.parametrize("in_closure", [True, False])
@@ -857,13 +828,6 @@ def test_an_optimizer_of_other_parameters(chosen: slice) -> None:
     more = [] if chosen.start else [nn.Parameter(torch.zeros(2))]
     with pytest.raises(ConfigError, match="has not all parameters that the model trains, or has"):
         TopKEF().attach(DistributedDataParallel(task), training.sgd(parameters + more))
-
-
-def test_ranks_with_other_settings_are_told() -> None:
-    task = training.perceptron()
-    with pytest.raises(PlanMismatchError, match="ranks disagree on settings"):
-        ratio = 0.1 + 0.1 * hvd.rank()
-        Setup().distributed(task, TopKEF(ratio=ratio))
 
 
 def test_an_error_in_a_hook_ends_backward_and_not_the_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import training
 from plain import PlainTopKEF as TopKEF
-from training import Setup, Task, by_hand, trajectory
+from training import Setup, by_hand, trajectory
 from witness import assert_close, assert_ranks_equal, assert_same_history
 
 pytestmark = pytest.mark.everywhere
@@ -127,29 +126,10 @@ def test_equal_to_averages_by_hand(setup: Setup) -> None:
     assert_same_history(trajectory(setup, TopKEF(ratio=1.0), STEPS), by_hand(setup, STEPS))
 
 
-@pytest.mark.parametrize("setup", BEYOND_DENSE.values(), ids=BEYOND_DENSE)
-def test_dense_itself_does_not_take_these(setup: Setup, request: pytest.FixtureRequest) -> None:
-    """Names of its own, since dense leaves collectives under way where it raises."""
-    task = setup.task()
-    named = [(f"{request.node.name}.{name}", p) for name, p in task.named_parameters()]
-    setup = replace(setup, named=False, options={"named_parameters": named})
-    optimizer = setup.distributed(task, hvd.Compression.none)
-    with pytest.raises((ValueError, KeyError, RuntimeError)):
-        training.ordinary(task, optimizer, 0)
-
-
 @pytest.mark.world_size(3, 4)
 @pytest.mark.parametrize("setup", CLOSE.values(), ids=CLOSE)
 def test_close_to_dense_at_more_ranks(setup: Setup) -> None:
     """Horovod adds ranks in another order than theirs."""
-    dense = trajectory(setup, hvd.Compression.none, STEPS)
-    ours = trajectory(setup, TopKEF(ratio=1.0), STEPS)
-    assert_close(ours[-1], dense[-1], relative=1e-6)
-
-
-def test_close_to_dense_with_an_odd_predivide_factor() -> None:
-    """Dense rounds the factor, when it divides and when it multiplies; TopKEF has no need to."""
-    setup = Setup(options={"gradient_predivide_factor": 3.0})
     dense = trajectory(setup, hvd.Compression.none, STEPS)
     ours = trajectory(setup, TopKEF(ratio=1.0), STEPS)
     assert_close(ours[-1], dense[-1], relative=1e-6)
@@ -167,11 +147,6 @@ def test_groups_where_horovod_cannot(plain: Setup, grouped: dict[str, Any]) -> N
     """Horovod hangs on absent parameters in groups and refuses sparse ones; so dense has none."""
     dense = trajectory(plain, hvd.Compression.none, STEPS)
     assert_same_history(trajectory(replace(plain, **grouped), TopKEF(ratio=1.0), STEPS), dense)
-
-
-def test_class_equals_instance_with_defaults() -> None:
-    by_class = trajectory(Setup(), TopKEF, 5)
-    assert_same_history(by_class, trajectory(Setup(), TopKEF(), 5))
 
 
 @pytest.mark.world_size(3)
@@ -193,75 +168,6 @@ def test_rank_outside_the_process_set_is_inactive(pair: hvd.ProcessSet) -> None:
     assert stats.active == pair.included()
     assert ("process set" in stats.skipped.get("*", "")) == (not pair.included())
     assert stats.ranks == (2 if pair.included() else 1)
-
-
-class Adversaries(nn.Module):
-    """A generator and a discriminator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.discriminator = nn.Linear(4, 9), nn.Linear(9, 1)
-
-    def judged(self, rank: int, step: int) -> Tensor:
-        verdict: Tensor = self.discriminator(torch.tanh(self.generator(noise(rank, step))))
-        return verdict
-
-    def real(self, rank: int, step: int) -> Tensor:
-        verdict: Tensor = self.discriminator(training.noise(rank, step, (6, 9)))
-        return verdict
-
-
-def noise(rank: int, step: int) -> Tensor:
-    return training.noise(rank, step, (6, 4))
-
-
-def adversarial(compressions: tuple[object, object], steps: int) -> list[list[Tensor]]:
-    """The generator's step leaves gradients in the discriminator, which are thrown away."""
-    torch.manual_seed(7)
-    gan, rank = Adversaries(), hvd.rank()
-    make = Setup(optimizer=training.adam).distributed
-    g, d = (
-        make(_Part(name, part), compression)
-        for (name, part), compression in zip(gan.named_children(), compressions, strict=True)
-    )
-    history = []
-    for step in range(steps):
-        d.zero_grad()
-        fake, real = gan.judged(rank, 2 * step), gan.real(rank, 2 * step)
-        (fake.square().mean() + (real - 1).square().mean()).backward()
-        d.step()
-        g.synchronize()  # the discriminator's loss reached the generator, too
-        g.zero_grad()
-        (gan.judged(rank, 2 * step + 1) - 1).square().mean().backward()
-        g.step()
-        d.synchronize()
-        history.append(training.snapshot(gan))
-    return history
-
-
-class _Part(Task):
-    """One of two models, with names of its own."""
-
-    def __init__(self, name: str, part: nn.Module) -> None:
-        super().__init__()
-        self.add_module(name, part)
-
-
-def shared() -> tuple[object, object]:
-    compression = TopKEF(ratio=1.0)
-    return compression, compression
-
-
-def separate() -> tuple[object, object]:
-    return TopKEF(ratio=1.0), TopKEF(ratio=1.0)
-
-
-@pytest.mark.parametrize("instances", [shared, separate])
-def test_two_optimizers_with_discarded_gradients(
-    instances: Callable[[], tuple[object, object]],
-) -> None:
-    dense = adversarial((hvd.Compression.none, hvd.Compression.none), STEPS)
-    assert_same_history(adversarial(instances(), STEPS), dense)
 
 
 def test_sparse_embedding_is_left_to_horovod() -> None:

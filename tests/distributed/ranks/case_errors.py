@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -17,15 +16,11 @@ import training
 from horovod_topk.errors import (
     ConfigError,
     GradientChangedError,
-    NotAttachedError,
     OutsideOptimizerError,
     OverlappingGradientError,
-    PlanMismatchError,
     RepeatedSynchronizeError,
     ShapeChangedError,
     StepBeforeSynchronizeError,
-    TopKError,
-    UnknownSettingError,
     UnsupportedOperationError,
 )
 from plain import PlainTopKEF as TopKEF
@@ -61,60 +56,11 @@ def assert_still_works() -> None:
 # Settings.
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"ratio": 0.0}, ConfigError, says("ratio=0.0", "(0, 1]", "ratio=0.01")),
-        ({"ratio": -0.1}, ConfigError, says("ratio=-0.1", "(0, 1]")),
-        ({"ratio": 1.5}, ConfigError, says("ratio=1.5", "(0, 1]")),
-        ({"ratio": float("nan")}, ConfigError, says("nan", "(0, 1]")),
-        ({"ratio": 100}, ConfigError, says("ratio=100", "above 1", "pass ratio=0.01")),
-        ({"ratio": True}, ConfigError, says("True", "float in (0, 1]")),
-        ({"ratoi": 0.1}, UnknownSettingError, says("'ratoi'", "Did you mean 'ratio'")),
-        ({"error_feedback": False}, UnknownSettingError, says("'error_feedback'", "values, ")),
-        ({"min_nummel": 1}, UnknownSettingError, says("'min_nummel'", "'min_numel'")),
-        ({"values": "float61"}, ConfigError, says("values='float61'", "'float16'")),
-    ],
-)
-def test_settings(settings: dict[str, Any], error: type[TopKError], message: str) -> None:
-    with pytest.raises(error, match=message):
-        TopKEF(**settings)
-
-
-@pytest.mark.parametrize("compression", [TopKEF, TopKEF(ratio=0.1)], ids=["class", "instance"])
-def test_adasum(compression: object) -> None:
-    task = Setup().task()
-    before = bits(task.parameters()).clone()
-    with pytest.raises(UnsupportedOperationError, match=says("Adasum", "hvd.Average")):
-        Setup(options={"op": hvd.Adasum}).distributed(task, compression)
-    assert torch.equal(bits(task.parameters()), before)
-    assert all(p.grad is None for p in task.parameters())
-    assert_still_works()
-
-
-def test_duplicate_names() -> None:
-    task = Setup().task()
-    named = [("same", p) for p in task.parameters()]
-    with pytest.raises(ValueError, match="same"):
-        hvd.DistributedOptimizer(
-            training.sgd(task.parameters()), named_parameters=named, compression=TopKEF
-        )
-
-
 @pytest.mark.parametrize("compression", [TopKEF, TopKEF(ratio=0.1)], ids=["class", "instance"])
 def test_outside_an_optimizer(compression: object) -> None:
     with pytest.raises(OutsideOptimizerError, match=says("[3, 2]", "hvd.DistributedOptimizer")):
         hvd.allreduce(torch.ones(3, 2), name="outside", compression=compression)
     assert hvd.allreduce(torch.ones(3, 2), name="outside", op=hvd.Sum).sum() == 12
-
-
-def test_of_another_optimizer() -> None:
-    plain = training.sgd(Setup().task().parameters())
-    with pytest.raises(NotAttachedError, match=says("SGD", "compression=TopKEF")):
-        TopKEF.of(plain)
-    dense = Setup().distributed(Setup().task(), hvd.Compression.none)
-    with pytest.raises(NotAttachedError, match="SGD"):
-        TopKEF.of(dense)
 
 
 # Gradients that changed.
@@ -450,88 +396,8 @@ def test_join_with_a_dense_optimizer() -> None:
 # Law 8: plans that differ between ranks.
 
 
-class Named(Task):
-    """Parameters of given names, shapes and dtypes, in the given order."""
-
-    def __init__(self, **parameters: torch.Tensor) -> None:
-        super().__init__()
-        for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value))
-
-    def loss(self, rank: int, step: int) -> torch.Tensor:
-        return sum(p.double().sum() for p in self.parameters())
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one rank asks for."""
-
-    settings: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    parameters: dict[str, torch.Tensor] = field(
-        default_factory=lambda: {"first": torch.zeros(30), "second": torch.zeros(40)}
-    )
-    groups: Callable[[Any], Any] | None = None
-
-    def build(self) -> Any:
-        setup = Setup(
-            build=lambda: Named(**self.parameters), options=self.options, groups=self.groups
-        )
-        return setup.distributed(setup.task(), TopKEF(**self.settings))
-
-
 def zeros(**sizes: Any) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(size) for name, size in sizes.items()}
-
-
-def lists(*groups: Iterable[str]) -> Callable[[Any], Any]:
-    return lambda task: [[getattr(task, name) for name in group] for group in groups]
-
-
-DIFFERENCES = {
-    "ratio": (Plan({"ratio": 0.1}), Plan({"ratio": 0.2}), "settings", '"ratio", 0.2'),
-    "min_numel": (Plan({"min_numel": 0}), Plan({"min_numel": 9}), "settings", '"min_numel", 9'),
-    "values": (Plan(), Plan({"values": "float16"}), "settings", '"values", "float16"'),
-    "names": (Plan(), Plan(parameters=zeros(first=30, third=40)), "names", '"third"'),
-    "order": (Plan(), Plan(parameters=zeros(second=40, first=30)), "names", '"first"'),
-    "number": (Plan(), Plan(parameters=zeros(z=30, first=30, second=40)), "names", "3 entries"),
-    "shapes": (Plan(), Plan(parameters=zeros(first=30, second=(8, 5))), "shapes", "[8, 5]"),
-    "dtypes": (
-        Plan(),
-        Plan(parameters={"first": torch.zeros(30), "second": torch.zeros(40).double()}),
-        "dtypes",
-        '"float64"',
-    ),
-    "groups": (
-        Plan(groups=lists(["first"], ["second"])),
-        Plan(groups=lists(["first", "second"])),
-        "buckets",
-        '"second"',
-    ),
-    "op": (Plan(), Plan(options={"op": hvd.Sum}), "reduction", '"sum"'),
-}
-
-
-@pytest.mark.everywhere(one_in=4)
-@pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("difference", DIFFERENCES.values(), ids=DIFFERENCES)
-def test_plans_differ(difference: tuple[Plan, Plan, str, str]) -> None:
-    usual, odd, what, value = difference
-    last = hvd.size() - 1
-    with pytest.raises(PlanMismatchError) as raised:
-        (odd if hvd.rank() == last else usual).build()
-    message = str(raised.value)
-    assert what in message
-    assert value in message
-    assert f"rank {last}" in message
-    assert f"rank {hvd.rank()} (this one)" in message
-    assert "Start all ranks with the same" in message
-
-
-def test_training_works_after_a_mismatch() -> None:
-    with pytest.raises(PlanMismatchError):
-        Plan({"ratio": 0.1 if hvd.rank() else 0.2}).build()
-    assert_still_works()
 
 
 # Gradients that Horovod would not exchange.

@@ -11,16 +11,14 @@ import pytest
 import torch
 
 import training
-from horovod_topk import checkpoint, report
+from horovod_topk import report
 from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from training import Setup, Task
 from witness import (
     assert_close,
     assert_ranks_equal,
-    assert_same,
     assert_same_history,
-    bits,
     spoiled,
 )
 from world import TopKEF, hvd
@@ -113,70 +111,6 @@ def test_with_more_ranks_it_is_dense_training_within_rounding(settings: dict[str
     assert TopKEF.of(ours).stats().exchange == ("sharded" if "exchange" in settings else "reduce")
 
 
-@pytest.mark.parametrize("optimizer", [training.sgd, training.adamw])
-def test_it_comes_back_after_a_cool_down(optimizer: Any) -> None:
-    guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=3)
-    task, ours, seen = fallen(Setup(optimizer=optimizer), TopKEF(**SPARSE, guard=guard), 7)
-    assert [each.level for each in seen[6:]] == [1.0] * 4 + [0.05] * 3
-    assert_ranks_equal(task.parameters())
-    assert TopKEF.of(ours).stats().residual_norm > 0.0
-
-
-@pytest.mark.parametrize("optimizer", [training.sgd, training.adamw])
-@pytest.mark.parametrize("stage", [1, 2, 3, 5, 6, 8])
-def test_a_checkpoint_goes_on_at_every_stage(
-    stage: int, optimizer: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Stages: during the fall-back, after it, and after compression has come back."""
-    pytest.importorskip("safetensors")
-    setup = Setup(optimizer=optimizer)
-    guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=3)
-    folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("guard")))
-    task, ours, _ = fallen(setup, TopKEF(**SPARSE, guard=guard), stage)
-    checkpoint.save(folder, TopKEF.of(ours))
-    hvd.barrier()
-    again = setup.task()
-    again.load_state_dict(task.state_dict())
-    resumed = setup.distributed(again, TopKEF(**SPARSE, guard=guard, name="resumed"))
-    resumed.load_state_dict(copy.deepcopy(ours.state_dict()))
-    checkpoint.load(folder, TopKEF.of(resumed))
-    for step in range(10, 18):
-        training.ordinary(task, ours, step)
-        training.ordinary(again, resumed, step)
-        assert torch.equal(bits(task.parameters()), bits(again.parameters())), step
-    assert TopKEF.of(ours).stats().fallbacks == TopKEF.of(resumed).stats().fallbacks
-
-
-def saved(task: Any, optimizer: Any) -> tuple[Any, Any, Any]:
-    """Copies of the states of the model, the optimizer and its compressor."""
-    states = task.state_dict(), optimizer.state_dict(), TopKEF.of(optimizer).state_dict()
-    return copy.deepcopy(states)
-
-
-def load(kept: tuple[Any, Any, Any], task: Any, optimizer: Any) -> None:
-    """Go back to what `saved` returned."""
-    task.load_state_dict(kept[0])
-    optimizer.load_state_dict(copy.deepcopy(kept[1]))
-    TopKEF.of(optimizer).load_state_dict(kept[2])
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("optimizer", [training.sgd, training.adamw])
-def test_a_run_that_goes_back_to_a_dense_step_comes_back_alike(optimizer: Any) -> None:
-    guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=3)
-    task, ours, _ = fallen(Setup(optimizer=optimizer), TopKEF(**SPARSE, guard=guard), 3)
-    kept = saved(task, ours)
-    ends = list[Any]()
-    for _ in range(2):
-        for step in range(9, 15):
-            training.ordinary(task, ours, step)
-        ends.append(training.snapshot(task))
-        load(kept, task, ours)
-        training.ordinary(task, ours, 9)  # a dense step, which is taken back again
-        load(kept, task, ours)
-    assert_same(*ends)
-
-
 @pytest.mark.world_size(2, 3)
 def test_one_rank_whose_loss_rises_takes_all_with_it(caplog: pytest.LogCaptureFixture) -> None:
     task, seen = Setup().task(), list[Any]()
@@ -197,11 +131,6 @@ def test_one_rank_whose_loss_rises_takes_all_with_it(caplog: pytest.LogCaptureFi
     assert "on rank 1 the reported value has left its trend" in warnings[-3]
     assert "All ranks go back to dense gradients" in warnings[-2]
     assert_ranks_equal(task.parameters())
-
-
-def test_a_quiet_guard_changes_no_bit() -> None:
-    ours = training.trajectory(Setup(), TopKEF(**SPARSE, guard=Guard(slower=None)), 6)
-    assert_same(ours[-1], training.trajectory(Setup(), TopKEF(**SPARSE, guard=None), 6)[-1])
 
 
 def test_a_report_that_is_no_number_is_refused() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 import training
 from horovod_topk.errors import ConfigError
 from plain import PlainTopKEF as TopKEF
-from resuming import assert_resumes
 from training import Setup, Task
 from witness import assert_ranks_equal, assert_same
 from world import TopKEF as DefaultTopKEF
@@ -49,15 +46,6 @@ def normalising(parameters: Any) -> torch.optim.Optimizer:
 
 def adagrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.01)
-
-
-@pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("settings", [{}, {"values": "int8", "exchange": "sharded"}], ids=str)
-def test_ranks_end_equal_and_resume_as_if_they_had_not_stopped(
-    settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("momentum")
-    assert_resumes(PLAIN, partial(corrected, **settings), folder)
 
 
 def test_a_momentum_of_the_optimizer_is_refused() -> None:
@@ -133,52 +121,6 @@ def test_the_default_depends_on_the_kind_of_optimizer(
 def auto(**settings: Any) -> TopKEF:
     given = {"ratio": 0.1, "min_numel": 0, "momentum": "auto", "follow_lr": "auto"}
     return TopKEF(**given | settings)
-
-
-DENSE = hvd.Compression.none
-
-
-def states_of(optimizer: Any, compression: Any, steps: int = 4) -> Any:
-    """The states of a model and its optimizer; the learning rate was moved."""
-    setup = Setup(optimizer=optimizer)
-    task = setup.task()
-    distributed = setup.distributed(task, compression)
-    for step in range(steps):
-        training.ordinary(task, distributed, step)
-    distributed.param_groups[0]["lr"] *= 0.5
-    return copy.deepcopy([task.state_dict(), distributed.state_dict()])
-
-
-def resumed(saved: Any, optimizer: Any, compression: Any, *, by_broadcast: bool) -> Any:
-    """A model and its optimizer that go on; on all ranks, or on rank 0, which tells the others."""
-    setup = Setup(optimizer=optimizer)
-    task = setup.task()
-    distributed = setup.distributed(task, compression)
-    if hvd.rank() == 0 or not by_broadcast:
-        task.load_state_dict(saved[0])
-        distributed.load_state_dict(copy.deepcopy(saved[1]))
-    if by_broadcast:
-        hvd.broadcast_optimizer_state(distributed, root_rank=0)
-        hvd.broadcast_parameters(task.state_dict(), root_rank=0)
-    return task, distributed
-
-
-@pytest.mark.horovod
-@pytest.mark.parametrize("by_broadcast", [False, True])
-@pytest.mark.parametrize("optimizer", [heavy_ball, training.adamw])
-def test_momentum_goes_on_with_and_without_compression(optimizer: Any, by_broadcast: bool) -> None:
-    """Where steps depend on arrivals, it is the optimizer's own."""
-    name = "exp_avg" if optimizer is training.adamw else "momentum_buffer"
-    for before, after in ((DENSE, auto()), (auto(), DENSE)):
-        saved = states_of(optimizer, before)
-        task, ours = resumed(saved, optimizer, after, by_broadcast=by_broadcast)
-        loaded = ours.state_dict()["state"]
-        for key, own in saved[1]["state"].items():
-            if hvd.rank() == 0 or not by_broadcast:
-                assert torch.equal(loaded[key][name], own[name])
-        assert any(own[name].any() for own in loaded.values())
-        training.ordinary(task, ours, 4)
-        assert_ranks_equal(task.parameters())
 
 
 @pytest.mark.horovod

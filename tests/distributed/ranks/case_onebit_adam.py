@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,22 +132,6 @@ def test_its_updates_are_the_published_ones(corrects: bool) -> None:
     assert stats.owned_norm > 0
 
 
-@pytest.mark.world_size(2, 3)
-def test_until_it_freezes_it_is_adam_on_dense_gradients() -> None:
-    task, optimizer = start(freeze_after=6)
-    theirs = deepcopy(task)
-    other = torch.optim.Adam(theirs.parameters(), lr=0.01)
-    other = hvd.DistributedOptimizer(other, named_parameters=theirs.named_parameters())
-    for step in range(6):
-        training.ordinary(task, optimizer, step)
-        training.ordinary(theirs, other, step)
-        for mine, there in zip(task.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(mine, there, rtol=1e-4, atol=1e-5)
-        assert TopKEF.of(optimizer).stats().residual_norm == 0
-    training.ordinary(task, optimizer, 6)
-    assert TopKEF.of(optimizer).stats().residual_norm > 0
-
-
 def test_it_needs_no_compression() -> None:
     """Left out, it is signs over the sharded exchange, dense until the variance is frozen."""
     task = training.Regression(nn.Linear(64, 64), (8, 64))
@@ -226,54 +209,6 @@ def test_an_overflow_on_one_rank_changes_nothing() -> None:
     for mine, there in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(mine, there, rtol=1e-5, atol=1e-6)
     assert_ranks_equal(second.parameters())
-
-
-@pytest.mark.world_size(2, 3)
-def test_several_backward_passes_groups_and_clipping() -> None:
-    """As one pass of the sum, in buckets of the user's."""
-    (task, optimizer), (again, other) = start(), start(horovod={"backward_passes_per_step": 2})
-    names = [name for name, _ in again.named_parameters()]
-    third, grouped = start(horovod={"groups": 2})
-    for step in range(7):
-        optimizer.zero_grad()
-        (task.loss(hvd.rank(), step) + task.loss(hvd.rank(), step + 50)).backward()
-        optimizer.step()
-        other.zero_grad()
-        again.loss(hvd.rank(), step).backward()
-        again.loss(hvd.rank(), step + 50).backward()
-        other.step()
-        grouped.zero_grad()
-        (third.loss(hvd.rank(), step) + third.loss(hvd.rank(), step + 50)).backward()
-        grouped.step()
-    for mine, one, two in zip(
-        task.parameters(), again.parameters(), third.parameters(), strict=True
-    ):
-        torch.testing.assert_close(one, mine, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(two, mine, rtol=1e-5, atol=1e-6)
-    assert len(names) == 6
-    assert_ranks_equal(again.parameters())
-
-
-@pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_parameters_of_other_precision(dtype: torch.dtype) -> None:
-    task, optimizer = start(partial(training.perceptron, dtype), eps=1e-4)
-    for step in range(6):
-        training.ordinary(task, optimizer, step)
-    assert all(p.isfinite().all() for p in task.parameters())
-    assert_ranks_equal(task.parameters())
-
-
-@pytest.mark.world_size(3)
-def test_a_process_set(pair: Any) -> None:
-    """Of two ranks; the third is alone, and is Adam whose variance is frozen."""
-    task, optimizer = start(horovod={"process_set": pair})
-    for step in range(6):
-        training.ordinary(task, optimizer, step)
-    if hvd.rank() < 2:
-        assert_ranks_equal(task.parameters(), pair)
-        assert TopKEF.of(optimizer).stats().owned_norm > 0
-    hvd.barrier()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ import world
 from case_grad_scaler import scaler_at
 from horovod_topk.guard import Guard
 from plain import PlainTopKEF as TopKEF
-from resuming import assert_resumes
 from training import Setup, Task
 from witness import assert_ranks_equal, assert_same
 from world import hvd
@@ -179,29 +177,6 @@ def test_ranks_send_what_moves_adams_weights_most() -> None:
     assert by_magnitude[0] and not any(by_magnitude[1:])
 
 
-def test_energies_fade_as_fast_as_the_mean_square() -> None:
-    """Each parameter group has its own second beta, which may change."""
-
-    def two_groups(parameters: Any) -> torch.optim.Optimizer:
-        first, second = parameters
-        groups = [{"params": [first], "betas": (0.9, 0.5)}, {"params": [second]}]
-        return torch.optim.AdamW(groups, lr=LR, betas=BETAS)
-
-    setup = Setup(build=Valleys, optimizer=two_groups)
-    task: Any = setup.task()
-    optimizer, expected = setup.distributed(task, auto()), torch.zeros(2)
-    for step in range(6):
-        if step == 3:
-            optimizer.param_groups[1]["betas"] = (0.9, 0.1)
-        training.ordinary(task, optimizer, step)
-        betas = torch.tensor([group["betas"][1] for group in optimizer.param_groups])
-        now = torch.stack([p.grad.square().sum() for p in task.parameters()])
-        expected = betas * expected + now
-        found = TopKEF.of(optimizer).state_dict()["state.energy"]["residuals"]
-        energies = torch.stack([found[f"{name}.weight"].sum() for name in ("first", "second")])
-        torch.testing.assert_close(energies, expected, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_what_is_sent_whole_has_the_optimizers_own_step(kind: str) -> None:
@@ -275,20 +250,6 @@ def test_ranks_agree_where_owners_alone_select() -> None:
         assert_ranks_equal([task.weight.detach()])
     (codes,) = arrays(optimizer, "arrivals")
     assert codes.min() < 143 < 159 < codes.max()  # phi of 0.1, and of 0.15
-
-
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_a_restarted_run_takes_the_same_steps(kind: str, tmp_path: Path) -> None:
-    """`assert_resumes` restores TopKEF's state alone, so that these optimizers have none."""
-
-    base: Any = OPTIMIZERS[kind].func
-
-    class Stateless(base):
-        def __init__(self, parameters: Any, **settings: Any) -> None:
-            super().__init__(parameters, **OPTIMIZERS[kind].keywords | settings)
-            self.register_step_post_hook(lambda it, *_: it.state.clear())
-
-    assert_resumes(Setup(build=Valley, optimizer=Stateless), auto, tmp_path, training.ordinary)
 
 
 # Steps that raise.

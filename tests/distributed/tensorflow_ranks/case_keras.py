@@ -15,9 +15,8 @@ import tensorflow as tf
 import tf_keras
 from kerasses import LIBRARIES, Words, compiled, data, distributed, fit, same
 from oracle.two_rounds import TwoRounds
-from proof import assert_ranks_equal, ranks_equal
+from proof import assert_ranks_equal
 
-import horovod_topk.tensorflow
 import horovod_topk.tensorflow.keras as hvd_keras
 from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
 from horovod_topk.methods import METHODS
@@ -53,33 +52,6 @@ def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
     assert TopKEF.of(ours.optimizer).state_dict()["residuals"]
     assert len(ours.variables) == len(dense.variables)
     assert len(ours.optimizer.variables) == len(dense.optimizer.variables)
-
-
-@pytest.mark.one_in(3)
-@BOTH
-@pytest.mark.parametrize("exchange", ["sharded", "hierarchical"])
-def test_exchanges_with_owners(library: Any, exchange: str) -> None:
-    ours = fit(library, OPTIMIZERS["momentum"](library), TopKEF(**SPARSE, exchange=exchange))
-    assert_ranks_equal(ours.get_weights())
-    stats = TopKEF.of(ours.optimizer).stats()
-    assert (stats.exchange, stats.steps) == (exchange, 16)
-    assert stats.residual_norm + stats.owned_norm > 0
-
-
-@pytest.mark.one_in(4)
-@WAYS
-@BOTH
-@pytest.mark.world_size(2, 4)
-def test_a_method_of_two_rounds(library: Any, eager: bool) -> None:
-    compression = horovod_topk.tensorflow.TwoRounds(min_numel=16, columns=3)
-    model = fit(library, OPTIMIZERS["momentum"](library), compression, eager=eager, epochs=1)
-    assert_ranks_equal(model.get_weights())
-    state = TopKEF.of(model.optimizer)
-    assert state.stats().steps == 8
-    assert state.stats().residual_norm > 0
-    kept = state.state_dict()["state.q"]["residuals"].values()
-    assert all(np.any(each) == (len(each) > 0) for each in kept)
-    assert_ranks_equal(kept)
 
 
 @pytest.mark.one_in(9)
@@ -164,14 +136,6 @@ def test_tfkeras_aggregates_locally() -> None:
 # Keras 3 alone.
 
 
-def test_horovods_own_wrapper_lets_ranks_drift_apart_under_keras_3() -> None:
-    stock = hvd_tfkeras.DistributedOptimizer(keras.optimizers.SGD(0.05))
-    model = compiled(keras, stock)
-    model.fit(*data(), batch_size=8, verbose=0)
-    assert not ranks_equal(model.get_weights())
-    assert_ranks_equal(fit(keras, keras.optimizers.SGD(0.05), hvd.Compression.none).get_weights())
-
-
 @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd_tfkeras.DistributedOptimizer])
 def test_horovods_own_wrapper_refuses_topkef_under_keras_3(wrap: Any) -> None:
     with pytest.raises(UnsupportedOperationError, match=r"horovod_topk\.tensorflow\.keras"):
@@ -203,14 +167,6 @@ def mixed() -> Any:
     keras.config.set_dtype_policy("float32")
 
 
-@pytest.mark.usefixtures("mixed")
-def test_mixed_float16_equals_dense() -> None:
-    dense = fit(keras, keras.optimizers.SGD(0.05), hvd.Compression.none)
-    ours = fit(keras, keras.optimizers.SGD(0.05), TopKEF(**EVERYTHING))
-    assert isinstance(ours.optimizer, keras.optimizers.LossScaleOptimizer)
-    assert same(ours, dense)
-
-
 @pytest.mark.one_in(2, first=1)
 @pytest.mark.usefixtures("mixed")
 @pytest.mark.parametrize(
@@ -234,19 +190,6 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(compression: Any) -> None:
         assert compression.stats().rolled_back == 1
     model.train_on_batch(x[8:16], y[8:16])
     assert_ranks_equal(model.get_weights())
-
-
-@pytest.mark.slow  # without float16, case_tf_scaling.py has it exactly
-@pytest.mark.usefixtures("mixed")
-def test_residuals_do_not_depend_on_the_loss_scale() -> None:
-    found = []
-    for scale in (4.0, 1024.0):
-        compression = TopKEF(**SPARSE)
-        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), scale)
-        model = fit(keras, optimizer, compression, epochs=1)
-        found.append(np.concatenate(list(compression.state_dict()["residuals"].values())))
-    assert np.allclose(found[0], found[1], rtol=0, atol=0.02 * np.abs(found[0]).max())
-    assert model.built
 
 
 def test_a_loss_scale_around_a_distributed_optimizer_is_refused() -> None:

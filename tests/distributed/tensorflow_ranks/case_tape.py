@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from proof import ErrorFeedback, assert_ranks_equal, assert_same_history
+from proof import assert_ranks_equal, assert_same_history
 from tapes import FEW, Linear, Perceptron, batch, batch_size, noise, step_of, train
 
 from plain import PlainTopKEF as TopKEF
@@ -68,23 +68,6 @@ def test_a_process_set_exchanges_among_its_members(pair: Any) -> None:
     if pair.included():
         ours, dense = (train(each, **options) for each in (TopKEF(**EVERYTHING), DENSE))
         assert_same_history(ours, dense)
-
-
-@pytest.mark.everywhere
-@WAYS
-@pytest.mark.world_size(2, 3, 4)
-def test_ten_steps_equal_the_formulas(graph: bool) -> None:
-    model, compression = Linear(SHAPES), TopKEF(ratio=0.05, min_numel=8)
-    formulas = ErrorFeedback(hvd.size(), 0.05, min_numel=8)
-    for step in range(10):
-        everyone = [gradients(rank, step) for rank in range(hvd.size())]
-        expected = formulas.exchange(everyone)
-        exchanged = model.exchange(compression, everyone[hvd.rank()], graph=graph)
-        for ours, theirs in zip(exchanged, expected, strict=True):
-            assert np.array_equal(ours, theirs)
-    residuals = compression.state_dict()["residuals"].values()
-    for ours, theirs in zip(residuals, formulas.residuals[hvd.rank()].values(), strict=True):
-        assert np.array_equal(ours.numpy(), theirs.reshape(-1))
 
 
 def gradients(rank: int, step: int) -> list[Any]:
@@ -173,19 +156,6 @@ def test_none_and_sparse_gradients_keep_their_places() -> None:
     assert [g.shape for g in exchanged[:6]] == [v.shape for v in model.variables[:6]]
     assert_ranks_equal([exchanged[6].values, exchanged[6].indices, *exchanged[:6]])
     assert "sparse" in compression.stats().skipped["v6"]
-
-
-@pytest.mark.slow
-@WAYS
-def test_a_compressor_made_anew_for_every_step_forgets_nothing(graph: bool) -> None:
-    """As in `DistributedGradientTape(tape, compression=TopKEF(ratio=0.05))` within the step."""
-    once, model = TopKEF(ratio=0.05, min_numel=9), Linear(SHAPES)
-    expected = [model.exchange(once, gradients(hvd.rank(), step)) for step in range(4)]
-    model = Linear(SHAPES)
-    for step, theirs in enumerate(expected):
-        mine = gradients(hvd.rank(), step)
-        ours = model.exchange(TopKEF(ratio=0.05, min_numel=9), mine, graph=graph)
-        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_two_models_and_two_tapes_in_flight() -> None:

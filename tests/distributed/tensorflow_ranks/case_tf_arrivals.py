@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -15,9 +14,6 @@ from kerasses import LIBRARIES, distributed
 from proof import assert_ranks_equal
 from tapes import noise
 
-from horovod_topk import checkpoint
-from horovod_topk.guard import Guard
-from horovod_topk.ops.coding import OFTEN
 from horovod_topk.updates.formulas import AFTER, arrives_often, share
 from plain import PlainTopKEF as TopKEF
 
@@ -187,42 +183,6 @@ def assert_libraries_agree(kind: str, make: Callable[..., TopKEF], **settings: A
 def test_keras_3_takes_the_steps_of_tf_keras() -> None:
     """Steps of tf-keras are compared with the formula above."""
     assert_libraries_agree("AdamW", auto, weight_decay=DECAY)
-
-
-@pytest.mark.slow
-@BOTH
-def test_a_checkpoint_has_the_states(library: Any, tmp_path: Path) -> None:
-    folder = hvd.broadcast_object(str(tmp_path))
-    kind = library.optimizers.Adam
-    run, again = (Run(library, kind, auto(name=n), graph=True) for n in ("run", "again"))
-    for step in range(5):
-        run.take(step)
-    checkpoint.save(folder, TopKEF.of(run.optimizer))
-    again.copy_from(run)
-    hvd.allgather_object(0, name="saved by all")
-    checkpoint.load(folder, again.compression)
-    for step in range(5, STEPS):
-        run.take(step)
-        again.take(step)
-        assert np.array_equal(run.state("factors"), again.state("factors"))
-    assert np.array_equal(run.variable.numpy(), again.variable.numpy())
-
-
-@pytest.mark.slow
-@BOTH
-def test_after_a_fall_back_steps_become_adams_own(library: Any) -> None:
-    guard = Guard(nonfinite=2)
-    run = Run(library, library.optimizers.Adam, auto(guard=guard, name="falls"), graph=True)
-    for step in range(3):
-        run.take(step)
-    assert run.state("arrivals").min() < OFTEN
-    for _ in range(2):
-        run._apply(tf.fill(SHAPE, np.nan))
-    run.variable.assign(noise(9, 0, SHAPE))
-    for step in range(25):
-        run.take(step)
-    assert run.state("arrivals").min() == 255
-    assert run.state("factors")[0] > 0.99
 
 
 @BOTH

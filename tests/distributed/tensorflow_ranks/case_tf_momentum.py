@@ -42,15 +42,6 @@ def test_at_ratio_one_it_is_the_momentum_of_sgd(library: Any, exchange: str) -> 
     assert_ranks_equal(ours.get_weights())
 
 
-@pytest.mark.slow
-@BOTH
-def test_fit_under_warm_up(library: Any) -> None:
-    compression = TopKEF(**SPARSE, warmup=[(5, 0.5)])
-    model = fit(library, library.optimizers.SGD(0.05), compression, epochs=1)
-    assert_ranks_equal(model.get_weights())
-    assert TopKEF.of(model.optimizer).stats().steps == 8
-
-
 @BOTH
 def test_a_momentum_of_the_optimizer_is_refused(library: Any) -> None:
     sgd = library.optimizers.SGD(0.05, momentum=0.9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -16,7 +15,6 @@ from kerasses import LIBRARIES, distributed, fit, same
 from proof import assert_ranks_equal
 from tapes import noise
 
-from horovod_topk import checkpoint
 from plain import PlainTopKEF as TopKEF
 
 SPARSE: dict[str, Any] = {"ratio": 0.05, "min_numel": 0}
@@ -92,21 +90,6 @@ def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
     assert gap(Run(library, TopKEF(**SPARSE), graph=graph)) > 1e-2
 
 
-@pytest.mark.parametrize("library", [keras])
-def test_with_warm_up_and_momentum_correction(library: Any) -> None:
-    """Every level of a graph rescales, and where all is sent rates change nothing."""
-    more = {"warmup": 2, "momentum": 0.9}
-    followed = Run(library, TopKEF(**SPARSE, **more, follow_lr=True), graph=True)
-    for step in range(4):
-        followed.take(step)
-    assert_ranks_equal(followed.variables)
-    whole = [Run(library, TopKEF(ratio=1.0, follow_lr=f), graph=True) for f in (False, True)]
-    for run in whole:
-        for step in range(4):
-            run.take(step)
-    assert all(map(np.array_equal, *([v.numpy() for v in run.variables] for run in whole)))
-
-
 @pytest.mark.one_in(9)
 @BOTH
 def test_within_a_loss_scale(library: Any) -> None:
@@ -117,35 +100,6 @@ def test_within_a_loss_scale(library: Any) -> None:
     scaled = fit(library, kind.LossScaleOptimizer(sgd[0]), TopKEF(**SPARSE, follow_lr=True))
     assert same(scaled, fit(library, sgd[1], TopKEF(**SPARSE, follow_lr=True)))
     assert_ranks_equal(scaled.get_weights())
-
-
-@pytest.mark.one_in(9)
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
-@pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
-def test_a_checkpoint_carries_the_rates(exchange: str, stepped: bool, tmp_path: Path) -> None:
-    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
-    first, again = (
-        Run(keras, TopKEF(**SPARSE, exchange=exchange, follow_lr=True)) for _ in range(2)
-    )
-    for step in range(3):
-        first.take(step)
-    checkpoint.save(folder, first.compression)
-    if stepped:
-        again.take(7)
-    checkpoint.load(folder, again.compression)
-    saved = first.compression.state_dict()["rates"]
-    assert set(saved.values()) == {float(np.float32(0.2))}
-    if stepped:
-        assert again.compression.state_dict()["rates"] == saved
-    for run in (first, again):
-        run.optimizer.iterations.assign(3)
-        for v, value in zip(run.variables, first.variables, strict=True):
-            v.assign(value if run is again else v)
-    for step in range(3, 5):
-        for run in (again, first):
-            run.take(step)
-    assert all(map(np.array_equal, first.owed(), again.owed()))
-    assert all(np.array_equal(v, w) for v, w in zip(first.variables, again.variables, strict=True))
 
 
 def test_a_step_that_is_skipped_changes_neither_residual_nor_rate() -> None:

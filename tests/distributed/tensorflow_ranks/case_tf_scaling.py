@@ -16,7 +16,6 @@ from kerasses import BATCH, LIBRARIES, compiled, data, distributed, fit, model_o
 from proof import Array, assert_ranks_equal
 
 from horovod_topk.errors import ConfigError, UnsupportedDtypeError, UnsupportedOperationError
-from horovod_topk.tensorflow import scaling
 from plain import PlainTopKEF as TopKEF
 
 SPARSE = {"ratio": 0.02, "min_numel": 0}
@@ -90,21 +89,6 @@ def test_a_scale_that_changes_changes_nothing_under_keras_3(eager: bool) -> None
         if scaled:
             assert float(model.optimizer.dynamic_scale) == SCALE * 2 ** (16 // GROWTH)
     assert_equal(*found)
-
-
-def test_without_it_a_scale_that_changes_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case above can fail."""
-    monkeypatch.setattr(scaling.ScaleAround, "__call__", lambda self: None)
-    ours = trained(around(TopKEF(**SPARSE), **GROWING))
-    assert not all(map(np.array_equal, ours.get_weights(), plain()[0]))
-
-
-def test_a_fixed_scale() -> None:
-    compression = TopKEF(**SPARSE)
-    ours = trained(within(compression, dynamic=False, initial_scale=SCALE))
-    weights, kept = plain()
-    assert_equal(ours.get_weights(), weights)
-    assert_equal(residuals(compression), kept)
 
 
 def test_an_optimizer_of_keras_2() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -15,9 +14,6 @@ from kerasses import LIBRARIES, distributed
 from proof import assert_ranks_equal
 from tapes import noise
 
-from horovod_topk import checkpoint
-from horovod_topk.guard import Guard
-from horovod_topk.ops.coding import OFTEN
 from horovod_topk.updates.formulas import LOSS, share
 from plain import PlainTopKEF as TopKEF
 
@@ -77,38 +73,6 @@ def test_keras_3_takes_the_steps_of_tf_keras(nesterov: bool) -> None:
 
 
 @BOTH
-def test_nothing_is_lost_of_what_arrives_while_everything_is_sent(library: Any) -> None:
-    """`set_ratio(1.0)`: elements that always arrive have the optimizer's own momentum."""
-    run = Run(library, library.optimizers.SGD, fitted(name="whole"), graph=False, momentum=MOMENTUM)
-    run.optimizer.build([run.variable]) if hasattr(run.optimizer, "build") else None
-    run.take(0)
-    TopKEF.of(run.optimizer).set_ratio(1.0)
-    run.take(1)
-    assert np.array_equal(run.state("arrivals"), np.full(1200, 255, "u1"))
-
-
-@pytest.mark.slow
-@BOTH
-def test_a_checkpoint_has_the_states(library: Any, tmp_path: Path) -> None:
-    folder = hvd.broadcast_object(str(tmp_path))
-    kind = library.optimizers.SGD
-    run, again = (
-        Run(library, kind, fitted(name=n), graph=True, momentum=MOMENTUM) for n in ("run", "again")
-    )
-    for step in range(5):
-        run.take(step)
-    checkpoint.save(folder, TopKEF.of(run.optimizer))
-    again.copy_from(run)
-    hvd.allgather_object(0, name="saved by all")
-    checkpoint.load(folder, again.compression)
-    for step in range(5, STEPS):
-        run.take(step)
-        again.take(step)
-        assert np.array_equal(run.state("arrivals"), again.state("arrivals"))
-    assert np.array_equal(run.variable.numpy(), again.variable.numpy())
-
-
-@BOTH
 def test_momentum_without_arrivals_moves_weights_as_slowly_as_with_dense_sgd(library: Any) -> None:
     """After a checkpoint of an earlier version; else all of it would move at once."""
     run = Run(library, library.optimizers.SGD, fitted(name="old"), graph=True, momentum=MOMENTUM)
@@ -125,28 +89,6 @@ def test_momentum_without_arrivals_moves_weights_as_slowly_as_with_dense_sgd(lib
     moved = run.variable.numpy() - before
     assert MOMENTUM < np.median(moved) < 1.3 * MOMENTUM, "all at once it would be 10 times that"
     assert run.state("arrivals").min() == 248
-
-
-@pytest.mark.slow
-def test_after_a_fall_back_updates_are_sgds_own() -> None:
-    settings: Any = {"guard": Guard(nonfinite=2), "name": "falls"}
-    kind: Any = tf_keras.optimizers.SGD
-    run = Run(tf_keras, kind, fitted(**settings), graph=True, momentum=MOMENTUM)
-    for step in range(3):
-        run.take(step)
-    assert run.state("arrivals").min() < OFTEN
-    for _ in range(2):
-        run._apply(tf.fill(SHAPE, np.nan))
-    (slot,) = run.optimizer.momentums
-    slot.assign(np.zeros(SHAPE, "f4"))
-    weight, velocity = np.array(noise(9, 0, SHAPE), "f8"), np.zeros(SHAPE)
-    run.variable.assign(weight.astype("f4"))
-    for step in range(6):
-        gradient = run.take(step).astype("f8")
-        velocity = MOMENTUM * velocity - LR * gradient
-        weight += velocity
-        np.testing.assert_allclose(run.variable.numpy(), weight, 1e-4, 1e-5)
-    assert run.state("arrivals").min() == 255
 
 
 @BOTH

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
+from collections.abc import Iterable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -37,38 +35,3 @@ def assert_same_history(ours: list[list[Array]], theirs: list[list[Array]]) -> N
         wrong = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not np.array_equal(x, y)]
         assert not wrong, f"step {step}: variables {wrong} differ"
     assert any(not np.array_equal(x, y) for x, y in zip(ours[0], ours[-1], strict=True))
-
-
-class ErrorFeedback:
-    """Error feedback from its formulas, for all ranks at once; shares no code with horovod_topk.
-
-    a = e + g;  I = the k = ceil(ratio n) largest |a|;  e = a - a[I];  the mean over ranks of a[I]
-    """
-
-    def __init__(self, ranks: int, ratio: float, *, min_numel: int = 0) -> None:
-        self.ranks, self.ratio, self.min_numel = ranks, ratio, min_numel
-        self.residuals: list[dict[int, Array]] = [{} for _ in range(ranks)]
-
-    def exchange(self, gradients: Sequence[Sequence[Array]]) -> list[Array]:
-        """gradients[rank][tensor] -> the mean of what is sent; updates the residuals."""
-        means = []
-        for position, shape in enumerate(g.shape for g in gradients[0]):
-            total = np.zeros(shape, np.float32)
-            for rank in range(self.ranks):
-                kept = self.residuals[rank]
-                owed = kept.get(position, np.float32(0)) + gradients[rank][position]
-                sent = self._sent(owed)
-                kept[position] = owed - sent
-                total += sent
-            means.append(total * np.float32(1 / self.ranks))
-        return means
-
-    def _sent(self, owed: Array) -> Array:
-        k = math.ceil(Fraction(str(self.ratio)) * owed.size)
-        if owed.size < self.min_numel:
-            k = owed.size
-        flat = owed.reshape(-1)
-        keep = np.argsort(-np.abs(flat), kind="stable")[:k]
-        sent = np.zeros_like(flat)
-        sent[keep] = flat[keep]
-        return sent.reshape(owed.shape)
