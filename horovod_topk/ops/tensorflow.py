@@ -36,6 +36,7 @@ from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, Place, WithoutKer
 log = logging.getLogger("horovod_topk")
 
 Tensor = Any  # tf.Tensor: TensorFlow has no annotations
+Stretch = tuple[int, int]
 
 _NOT_FINITE = {  # integers of a dtype's size, and the bits of infinity and NaN
     "float16": (tf.int16, 0x7C00, 0x7E00),
@@ -169,6 +170,52 @@ class Buffer(Arithmetic):
         following = position + 1
         end: int = self._starts[following] if following < len(self._starts) else self.numel
         return end
+
+
+class Scaled(Buffer):
+    """A flat buffer whose stretches are multiplied by factors when elements are first read.
+
+    Kernels that can multiply read `array` and `factors` instead.
+
+    Args:
+        array: the tensor before.
+        stretches: start and stop of each stretch.
+        factors: one for each stretch, of the tensor's dtype.
+    """
+
+    def __init__(self, array: Tensor, stretches: Sequence[Stretch], factors: Tensor) -> None:
+        super().__init__(array)
+        self.array, self.stretches, self.factors = array, stretches, factors
+        self._own: Buffer | None = None
+
+    @property
+    def value(self) -> Tensor:
+        return self._whole().value
+
+    def copy(self) -> Buffer:
+        return self._whole().copy()
+
+    def split(self, boundaries: Iterable[int]) -> Buffer:
+        return self._whole().split(boundaries)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._whole().read(start, stop)
+
+    def write(self, start: int, stop: int, tensor: Tensor) -> None:
+        if stop - start < self.numel:
+            self._own = self._whole()
+            self._own.write(start, stop, tensor)
+        else:
+            self._own = Buffer(tensor)
+
+    def _whole(self) -> Buffer:
+        if self._own is not None:
+            return self._own
+        found = Buffer(TensorFlowOps().stretched(self.array, self.stretches, self.factors))
+        graphs = [getattr(each, "graph", None) for each in (found.value, self.array)]
+        if graphs[0] is graphs[1]:  # not in a branch, which others cannot read from
+            self._own = found
+        return found
 
 
 class View(Arithmetic):
@@ -384,8 +431,47 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         if operations is None:
             own = tf.unstack(factors, num=len(values))
             return [v * tf.cast(factor, v.dtype) for v, factor in zip(values, own, strict=True)]
-        found = operations.topkef_scale(values, factors)
+        found = operations.topkef_scale(values, factors, stretches=[])
         return [_shaped(each, value.shape) for each, value in zip(found, values, strict=True)]
+
+    def stretched(self, array: Tensor, stretches: Sequence[Stretch], factors: Tensor) -> Tensor:
+        """Multiply stretches of a flat tensor by their factors: [n] of its dtype."""
+        operations = self._sampling([array])
+        if operations is None:
+            parts = [array[start:stop] for start, stop in stretches]
+            return joined(stretches, self.scaled(parts, factors), array.shape[0]).value
+        pairs = [number for start, stop in stretches for number in (start, stop - start)]
+        (found,) = operations.topkef_scale([array], factors, stretches=pairs)
+        return _shaped(found, array.shape)
+
+    def lost(
+        self,
+        gradients: Sequence[Array],
+        residuals: tuple[Array, Array],
+        factors: Sequence[float],
+        arrivals: Array,
+        places: tuple[Place, ...],
+        states: Sequence[Array],
+    ) -> bool:
+        before, after = residuals
+        operations = self._sampling([*gradients, before])
+        if operations is None:
+            return False
+        if isinstance(before, Scaled) and len(before.stretches) > len(places):
+            before = before.copy()  # some have no elements, and no place
+        sums = operations.topkef_lost(
+            [gradient.value for gradient in gradients],
+            before.array if isinstance(before, Scaled) else before.value,
+            after.value,
+            _scales(before),
+            arrivals.value,
+            samples=[number for place in places for number in place],
+            threads=threads(),
+        )
+        scales, fading, known, out = states
+        found: Any = self.transposed(Buffer(_shaped(sums, [2 * len(places)])) * scales, 2)
+        self.assign(out, self.finite(fading * known + found))
+        return True
 
     def energies_of(
         self, arrays: Sequence[Array], arrivals: Array | None, places: tuple[Place, ...], dtype: str
@@ -601,8 +687,6 @@ class BucketOperations:
 
     def __init__(self, recipe: Sequence[int], operations: Any) -> None:
         self._recipe, self._operations = list(recipe), operations
-        self._numel = recipe[HEAD::EACH]
-        self._starts = recipe[HEAD + 2 :: EACH]
         # A recipe has one tensor for each gradient, or several (shards).
         count = max(recipe[HEAD + 8 :: EACH]) + 1
         self._dtypes = [_DTYPES[code] for code in recipe[HEAD + 6 :: EACH]][:count]
@@ -617,23 +701,23 @@ class BucketOperations:
         squares: Sequence[Array | None] = (),
     ) -> None:
         keys = [_scalar(number, tf.int64) for each in streams for number in each.numbers()]
-        stretches = [(at, at + n) for at, n in zip(self._starts, self._numel, strict=True)]
         left, filled = self._operations.topkef_encode(
-            residuals=[_stretch_of(residual, *stretch).value for stretch in stretches],
-            gradients=[_flat(gradient) for gradient in gradients],
-            squares=[tf.zeros([0], residual.dtype) if v is None else _flat(v) for v in squares],
+            residual=residual.array if isinstance(residual, Scaled) else residual.value,
+            scales=_scales(residual),
+            gradients=[gradient.value for gradient in gradients],
+            squares=[tf.zeros([0], residual.dtype) if v is None else v.value for v in squares],
             template=payload.value,
             keys=tf.stack(keys) if keys else tf.zeros([0], tf.int64),
             recipe=self._recipe,
             threads=threads(),
         )
-        for (start, stop), rest in zip(stretches, left, strict=True):
-            _write(_stretch_of(candidate, start, stop), _shaped(rest, [stop - start]))
+        _write(candidate, _shaped(left, [candidate.numel]))
         _write(payload, _shaped(filled, [payload.numel]))
 
     def decode(
         self, gathered: Array, scale: float, flags: Sequence[bool], gradients: Sequence[Array]
     ) -> tuple[int, int] | None:
+        shapes = [each.shape if isinstance(each, Buffer) else (each.numel,) for each in gradients]
         try:
             totals = self._operations.topkef_decode(
                 gathered=gathered.value,
@@ -641,6 +725,7 @@ class BucketOperations:
                 scale=_scalar(scale, tf.float64),
                 G=self._dtypes,
                 recipe=self._recipe,
+                shapes=[number for shape in shapes for number in (len(shape), *shape)],
                 threads=threads(),
             )
         except tf.errors.DataLossError as error:  # a graph raises it when it runs
@@ -648,9 +733,27 @@ class BucketOperations:
             if found is None:
                 raise
             return int(found[1]), int(found[2])
-        for total, gradient in zip(totals, gradients, strict=True):
-            _write(gradient, _shaped(total, [gradient.numel]))
+        for total, gradient, shape in zip(totals, gradients, shapes, strict=True):
+            _write(gradient, _shaped(total, shape))
         return None
+
+
+def _scales(array: Array) -> Tensor:
+    """Factors of a bucket's residuals for a kernel, float64; none: all are 1."""
+    return tf.cast(array.factors if isinstance(array, Scaled) else [], tf.float64)
+
+
+def joined(stretches: Sequence[Stretch], values: Sequence[Tensor], numel: int) -> Buffer:
+    """A flat buffer of tensors in their stretches, with zeros between them, which align them."""
+    parts, filled = list[Tensor](), 0
+    for (start, stop), value in zip(stretches, values, strict=True):
+        if start > filled:
+            parts.append(tf.zeros([start - filled], value.dtype))
+        parts.append(value)
+        filled = stop
+    if numel > filled:
+        parts.append(tf.zeros([numel - filled], values[0].dtype))
+    return Buffer.joined(parts)
 
 
 def _shifted(word: Any, by: int) -> Any:

@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from horovod_topk.core.codec.momentum import correct
 from horovod_topk.core.codec.momentum import velocities as velocities_of
-from horovod_topk.methods.protocol import Method
+from horovod_topk.core.plan.buckets import lay_out
+from horovod_topk.methods.dense import Dense
+from horovod_topk.methods.protocol import Method, Piece
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.graph import clip
 from horovod_topk.tensorflow.planning import spec_of, unwrap
@@ -46,10 +48,11 @@ def with_momentum(
         if is_dense(gradient):
             inner = unwrap(variable)
             spec = spec_of(name, gradient, inner)
-            (velocity,) = velocities.of(inner, spec, [spec.numel])
+            whole = lay_out(0, [Piece(spec, spec.numel, 0)], "direct", Dense(), "sum")
+            ((velocity,),) = velocities.of([inner], [whole])
             before: Array = Buffer(velocity.value())
-            after: Array = Buffer(tf.zeros_like(velocity))
-            flat: Array = Buffer(tf.cast(tf.reshape(gradient, [-1]), velocity.dtype))
+            after: Array = Buffer(tf.zeros_like(before.value))
+            flat: Array = Buffer(tf.cast(tf.reshape(gradient, [-1]), before.dtype))
             own = velocities_of(config, [before], [after])
             (sent,) = correct([flat], own, ops)
             moved.append((velocity, after))

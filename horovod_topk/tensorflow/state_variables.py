@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,11 +28,11 @@ from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY, converted
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Follows, Method, Seeded, StateSpec
-from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
+from horovod_topk.ops.tensorflow import Array, Buffer, Scaled, TensorFlowOps, joined
 from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
 from horovod_topk.tensorflow.timing import GraphTimer
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
-from horovod_topk.tensorflow.variables import RowPiece, Stores, VariablePiece, apart
+from horovod_topk.tensorflow.variables import StateVariables, Stores, VariablePiece, apart
 from horovod_topk.updates import formulas
 from horovod_topk.updates.tensorflow import Codes, Followed
 from horovod_topk.updates.tracker import ARRIVALS, FACTORS, Moments, Rule, Tracker, selecting
@@ -44,33 +45,38 @@ class VariableArenas(Arenas[Array]):
 
     Args:
         plan: the bucket.
-        variables: one state variable for each tensor of the plan.
-        factors: a factor for each variable's value, [n] of the same dtype; None: all are 1.
+        pieces: where each tensor of the plan is.
+        factors: a factor for each tensor's value, [n] of the same dtype; None: all are 1.
         moves: whether the step may change the variables, [] bool; None: it may.
+        is_read_only: whether only the optimizer's update writes the variables.
     """
 
     def __init__(
         self,
         plan: BucketPlan,
-        variables: Sequence[Any],
+        pieces: Sequence[VariablePiece],
         factors: Any = None,
         moves: Any = None,
+        *,
+        is_read_only: bool = False,
     ) -> None:
-        parts, stop = [], 0
-        values = [variable.value() for variable in variables]
+        stretches = [(tensor.start, tensor.stop) for tensor in plan.tensors]
+        self._pieces, self._places = pieces, stretches
+        whole = VariablePiece(pieces[0].variable, 0, plan.numel)
+        if whole.is_all and stretches == [(p.start, p.stop) for p in pieces if p.shares(whole)]:
+            self._pieces, self._places = [whole], [(0, plan.numel)]
+        values = [piece.value() for piece in self._pieces]
+        residual = joined(self._places, values, plan.numel)
+        candidate = residual.copy()
         if factors is not None:
-            values = TensorFlowOps().scaled(values, factors)
-        for tensor, value in zip(plan.tensors, values, strict=True):
-            if tensor.start > stop:  # a gap, for alignment
-                parts.append(tf.zeros([tensor.start - stop], value.dtype))
-            parts.append(value)
-            stop = tensor.stop
-        residual = Buffer.joined(parts)
-        super().__init__(plan, residual, residual.copy())
-        self._variables, self._moves = variables, moves
+            residual, candidate = (Scaled(residual.value, stretches, factors) for _ in range(2))
+        super().__init__(plan, residual, residual if is_read_only else candidate)
+        self._moves, self._is_read_only = moves, is_read_only
 
     def swap(self) -> None:
         """Assign the candidates to the variables."""
+        if self._is_read_only:
+            return
         if self._moves is None:
             self._assign()
         else:
@@ -79,82 +85,9 @@ class VariableArenas(Arenas[Array]):
 
     def _assign(self) -> None:
         assert isinstance(self.candidate, Buffer)  # `__init__` has made it
-        tensors = self.plan.tensors
-        left = self.candidate.split(at for t in tensors for at in (t.start, t.stop))
-        for tensor, variable in zip(tensors, self._variables, strict=True):
-            variable.assign(left.read(tensor.start, tensor.stop), read_value=False)
-
-
-class Unwritten(Arenas[Array]):
-    """Arenas of one bucket that steps read at most, and the optimizer's update writes."""
-
-    def __init__(self, plan: BucketPlan, variables: Sequence[Any]) -> None:
-        residual = Unread(variables)
-        super().__init__(plan, residual, residual)
-
-    def swap(self) -> None:
-        """Leave the variables as they are."""
-
-
-class Unread(Buffer):
-    """A flat buffer of variables, which are read when values are needed."""
-
-    def __init__(self, variables: Sequence[Any]) -> None:
-        self._variables, self.dtype = variables, variables[0].dtype
-        self.numel = sum(variable.shape[0] for variable in variables)
-        self.shape = tf.TensorShape([self.numel])
-
-    @cached_property
-    def _whole(self) -> Buffer:
-        return Buffer.joined([variable.value() for variable in self._variables])
-
-    @property
-    def value(self) -> Any:
-        """`Buffer.value`."""
-        return self._whole.value
-
-    def read(self, start: int, stop: int) -> Any:
-        """`Buffer.read`."""
-        return self._whole.read(start, stop)
-
-
-class NumberArenas(Arenas[Array]):
-    """Arenas of a few numbers for each tensor of a bucket, in rows of one variable.
-
-    Args:
-        plan: their layout.
-        variable: the variable.
-        rows: the row of each tensor.
-        factors, moves: as in `VariableArenas`.
-    """
-
-    def __init__(
-        self,
-        plan: BucketPlan,
-        variable: Any,
-        rows: Sequence[int],
-        factors: Any = None,
-        moves: Any = None,
-    ) -> None:
-        filled = [at for at, tensor in enumerate(plan.tensors) if tensor.numel]
-        self._rows = [rows[at] for at in filled]
-        value = tf.gather(variable, tf.constant(self._rows, tf.int32))
-        if factors is not None:
-            value *= tf.gather(factors, tf.constant(filled, tf.int32))[:, tf.newaxis]
-        residual = Buffer(tf.reshape(value, [plan.numel]))
-        super().__init__(plan, residual, residual.copy())
-        self._variable, self._moves = variable, moves
-
-    def swap(self) -> None:
-        """Assign the candidates to the variable."""
-        shape = [len(self._rows), self._variable.shape[1]]
-        value: Any = tf.reshape(self.candidate.value, shape)
-        if self._moves is not None:
-            before = tf.gather(self._variable, tf.constant(self._rows, tf.int32))
-            value = tf.where(self._moves, value, before)
-        if self._rows:
-            self._variable.scatter_nd_update([[row] for row in self._rows], value)
-        super().swap()
+        left = self.candidate.split(at for stretch in self._places for at in stretch)
+        for stretch, piece in zip(self._places, self._pieces, strict=True):
+            piece.assign(left.read(*stretch))
 
 
 class VariableState(State[Array]):
@@ -200,8 +133,7 @@ class VariableState(State[Array]):
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
         # SGD's losses, one for each of `names`, and what the update does to codes.
         self._losses, self._codes = apart(_of_update, len(names))
-        # Variables of a few numbers for each of `names`, by part of the state and dtype.
-        self._rows, self._row = dict[tuple[str, str], Any](), {n: i for i, n in enumerate(names)}
+        self._row = {name: row for row, name in enumerate(names)}
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
@@ -289,14 +221,9 @@ class VariableState(State[Array]):
                 factors = rates.factors(names, bucket.residual_dtype, least)
             elif stays and key in (RESIDUALS, OWNED):
                 factors = tf.fill([len(names)], tf.cast(moves, bucket.residual_dtype))
+            pieces = [self._piece(key, name, at) for name in names]
             own = factors, moves if stays else None
-            shared = self._rows.get((key, bucket.residual_dtype))
-            if shared is not None:
-                return NumberArenas(bucket, shared, [self._row[name] for name in names], *own)
-            variables = [self._variable(key, name, at) for name in names]
-            if spec.in_place:
-                return Unwritten(bucket, variables)
-            return VariableArenas(bucket, variables, *own)
+            return VariableArenas(bucket, pieces, *own, is_read_only=spec.in_place)
 
         def state_of(name: str, bucket: BucketPlan) -> Arenas[Array]:
             # What has waited may arrive as large as it is now.
@@ -351,15 +278,19 @@ class VariableState(State[Array]):
 
     def followed(self, names: Sequence[str]) -> Followed:
         """What the last step has told of followed tensors."""
-        codes = [self._variable(METHOD_STATE + ARRIVALS, name, 0) for name in names]
+        codes = [self._piece(METHOD_STATE + ARRIVALS, name) for name in names]
         does = self._codes.read_value()
         if not self._normalises:
             places = [self._row[name] for name in names]
             return Followed(codes, None, tf.gather(self._losses, places), does)
-        rows, wide = [self._row[name] for name in names], tf.float64
-        every = (v for (key, _), v in self._rows.items() if key == METHOD_STATE + FACTORS)
-        factors = tf.add_n([tf.cast(tf.gather(variable, rows), wide) for variable in every])
-        return Followed(codes, factors, None, does)
+        pieces = [self._piece(METHOD_STATE + FACTORS, name) for name in names]
+        every = list({id(each.variable): each.variable for each in pieces}.values())
+        sizes = [0, *itertools.accumulate(variable.shape[0] for variable in every)]
+        first = {id(variable): at for variable, at in zip(every, sizes[:-1], strict=True)}
+        joint = tf.concat([tf.cast(variable, tf.float64) for variable in every], 0)
+        places = [first[id(each.variable)] + each.start for each in pieces]
+        both = [[place, place + 1] for place in places]
+        return Followed(codes, tf.gather(joint, both), None, does)
 
     @property
     def _normalises(self) -> bool:
@@ -423,70 +354,31 @@ class VariableState(State[Array]):
             t.spec.name: None if sharded is None else (t.spec.name, sharded, self.reduction)
             for t in bucket.tensors
         }
-        make = _Layout(bucket, variables)
-        make(self.parts[RESIDUALS], stores.residuals, exchange.holders(bucket), orders)
+        each = [variables[t.spec.name] for t in bucket.tensors]
+
+        def make(part: Part[Array], store: StateVariables, holders: Sequence[BucketPlan]) -> None:
+            """holders: plans that together hold the part."""
+            shards = list(orders.values()) if part in split else ()
+            made = store.of(each, holders, shards) if holders else [()] * len(each)
+            for i, (tensor, pieces) in enumerate(zip(bucket.tensors, made, strict=True)):
+                spec = holders[0].tensors[i].spec if holders else tensor.spec
+                part.specs[spec.name], part.pieces[spec.name] = spec, pieces
+
+        split = [self.parts[key] for key in (RESIDUALS, OWNED) if key in self.parts]
+        make(self.parts[RESIDUALS], stores.residuals, exchange.holders(bucket))
         if OWNED in self.parts:
-            make(self.parts[OWNED], stores.owned, exchange.owned(bucket), orders)
+            make(self.parts[OWNED], stores.owned, exchange.owned(bucket))
         if VELOCITY in self.parts:
-            make(self.parts[VELOCITY], stores.velocities, (bucket,), {})
+            make(self.parts[VELOCITY], stores.velocities, (bucket,))
         for key, part in self.parts.items():
-            if not key.startswith(METHOD_STATE):
-                continue
-            name = key.removeprefix(METHOD_STATE)
-            laid_out = state_plan(bucket, name)
-            if bucket.follows is None or part.spec is None or part.spec.in_place:
-                make(part, stores.methods[name], (laid_out,), {})
-            else:
-                self._share_rows(key, laid_out)
+            if key.startswith(METHOD_STATE):
+                name = key.removeprefix(METHOD_STATE)
+                make(part, stores.methods[name], (state_plan(bucket, name),))
 
-    def _share_rows(self, key: str, laid_out: BucketPlan) -> None:
-        """Find or make the rows of a bucket's tensors in the variable of one part."""
-        part, dtype = self.parts[key], laid_out.residual_dtype
-        if (key, dtype) not in self._rows:
-            width = max(tensor.numel for tensor in laid_out.tensors)
-            self._rows[key, dtype] = apart(_zeros_of, len(self._names), width, dtype)
-        for tensor in laid_out.tensors:
-            name, variable = tensor.spec.name, self._rows[key, dtype]
-            part.specs[name] = tensor.spec
-            part.pieces[name] = [RowPiece(variable, self._row[name], tensor.numel)]
-
-    def _variable(self, key: str, name: str, at: int) -> Any:
+    def _piece(self, key: str, name: str, at: int = 0) -> VariablePiece:
         piece = self.parts[key].pieces[name][at]
         assert isinstance(piece, VariablePiece)
-        return piece.variable
-
-
-class _Layout:
-    """Finds or makes one part's state variables of one bucket.
-
-    Args:
-        bucket: the bucket.
-        variables: the model's variables, by tensor name.
-    """
-
-    def __init__(self, bucket: BucketPlan, variables: Mapping[str, Any]) -> None:
-        self._bucket, self._variables = bucket, variables
-
-    def __call__(
-        self,
-        part: Part[Array],
-        store: Any,
-        holders: Sequence[BucketPlan],
-        orders: Mapping[str, object],
-    ) -> None:
-        """holders: plans that together hold the part; orders: shard orders, by tensor name."""
-        for i, tensor in enumerate(self._bucket.tensors):
-            spec, name = tensor.spec, tensor.spec.name
-            own = [(holder, holder.tensors[i]) for holder in holders]
-            part.specs[name] = own[0][1].spec if own else spec
-            made: Sequence[Any] = ()
-            if own:
-                sizes = [each.numel for _, each in own]
-                made = store.of(self._variables[name], part.specs[name], sizes, orders.get(name))
-            part.pieces[name] = [
-                VariablePiece(variable, holder.parts, each.first)
-                for variable, (holder, each) in zip(made, own, strict=True)
-            ]
+        return piece
 
 
 def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
@@ -509,11 +401,6 @@ def _of_update(count: int) -> tuple[Any, Any]:
     with tf.device("cpu"):
         losses = tf.Variable(tf.zeros([count], tf.float64), trainable=False)
         return losses, tf.Variable(Codes.FOLLOW, trainable=False, dtype=tf.int32)
-
-
-def _zeros_of(count: int, width: int, dtype: str) -> Any:
-    with tf.device("cpu"):
-        return tf.Variable(tf.zeros([count, width], dtype), trainable=False)
 
 
 def _of_host() -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from horovod_topk.core.plan.buckets import TensorSpec
+from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec
 from horovod_topk.errors import ShapeChangedError
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.tensorflow.planning import unwrap
@@ -43,101 +43,122 @@ def watched(variable: Any, owner: Forgets, key: object) -> object:
 
 @dataclass(frozen=True)
 class VariablePiece:
-    """`core.state.named_state.Piece` that holds one state variable."""
+    """`core.state.named_state.Piece` that holds a stretch of a flat state variable."""
 
     variable: Any
-    parts: int = 1
-    first: int = 0
-
-    @property
-    def numel(self) -> int:
-        """`Piece.numel`."""
-        return int(self.variable.shape[0])
-
-    def read(self) -> Array:
-        """`Piece.read`: a copy."""
-        return Buffer(self.variable.read_value())
-
-    def write(self, source: Array) -> None:
-        """`Piece.write`."""
-        self.variable.assign(tf.cast(source.value, self.variable.dtype))
-
-
-@dataclass(frozen=True)
-class RowPiece:
-    """`core.state.named_state.Piece` that holds a row of a variable which all tensors share."""
-
-    variable: Any
-    row: int
+    start: int
     numel: int
     parts: int = 1
     first: int = 0
 
+    @property
+    def stop(self) -> int:
+        """The element after the last one."""
+        return self.start + self.numel
+
+    def value(self) -> Any:
+        """The stretch, in a graph or eagerly."""
+        value = self.variable.value()
+        return value if self.is_all else value[self.start : self.stop]
+
     def read(self) -> Array:
         """`Piece.read`: a copy."""
-        return Buffer(self.variable[self.row, : self.numel])
+        return Buffer(self.variable.read_value()[self.start : self.stop])
 
     def write(self, source: Array) -> None:
         """`Piece.write`."""
-        if self.numel:
-            values = tf.cast(source.value, self.variable.dtype)
-            self.variable.scatter_nd_update([[self.row]], values[tf.newaxis])
+        self.assign(tf.cast(source.value, self.variable.dtype))
+
+    def assign(self, value: Any) -> None:
+        """Replace the stretch, in a graph or eagerly."""
+        if self.is_all:
+            self.variable.assign(value, read_value=False)
+        elif self.numel:
+            bounds: Any = {"begin": [self.start], "end": [self.stop], "strides": [1]}
+            tf.raw_ops.ResourceStridedSliceAssign(ref=self.variable.handle, value=value, **bounds)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is the whole variable."""
+        return bool(self.numel == self.variable.shape[0])
+
+    def shares(self, other: VariablePiece) -> bool:
+        """Whether both are of one variable."""
+        return self.variable is other.variable
 
 
 @dataclass(frozen=True)
 class _Entry:
-    pieces: Sequence[Any]
+    pieces: Sequence[VariablePiece]
     order: object
     watch: object  # the result of `watched`
 
 
 class StateVariables:
-    """Flat state variables of each model variable, as long as both exist."""
+    """Stretches of flat state variables for each model variable, as long as both exist.
+
+    The tensors of a bucket share a state variable, so that a graph reads and assigns few. Another
+    bucket may have some of them, in the trace of a step where others have no gradient.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, _Entry] = {}
 
     def forget(self, key: int) -> None:
-        """Delete the state variables of a variable that was deleted."""
+        """Delete the stretches of a variable that was deleted."""
         self._of.pop(key, None)
 
     def of(
-        self, variable: Any, spec: TensorSpec, sizes: Sequence[int], order: object = None
-    ) -> Sequence[Any]:
-        """State variables of one model variable, zeros at first, float32 (float64 for float64).
+        self,
+        variables: Sequence[Any],
+        holders: Sequence[BucketPlan],
+        orders: Sequence[object] = (),
+    ) -> list[Sequence[VariablePiece]]:
+        """The stretches of each model variable, zeros at first, one for each holder.
 
         Args:
-            variable: the model's variable.
-            spec: the spec of its gradient.
-            sizes: elements of each state variable: of the whole tensor, or of each shard.
-            order: identifies how the tensor is split into shards, and the reduction.
+            variables: the model's variables, one for each tensor of a bucket.
+            holders: plans of the bucket that together hold the tensors, whole or in shards.
+            orders: identify how each tensor is split into shards, and the reduction.
 
         Raises:
             ShapeChangedError: earlier gradients had another precision, or other shards.
         """
-        variable, dtype = unwrap(variable), spec.residual_dtype
-        key = id(variable)
-        if key not in self._of:
-            pieces = apart(_zeros, sizes, dtype, variable.device)
-            self._of[key] = _Entry(pieces, order, watched(variable, self, key))
-        entry = self._of[key]
-        if entry.order != order:
-            raise ShapeChangedError(
-                f"its residual is split as {entry.order}, these gradients as {order} (name, "
-                "ranks, this rank, reduction)",
-                tensor=spec.name,
-                cure="Give variables that are in several lists, process sets or reductions names "
-                "of their own, or each its own TopKEF(name=...)",
-            )
-        for piece in entry.pieces:
-            if piece.dtype != dtype:
+        inner = list(map(unwrap, variables))
+        each: Sequence[object] = orders or [None] * len(inner)
+        new = [at for at, variable in enumerate(inner) if id(variable) not in self._of]
+        made: list[Any] = [apart(_zeros, each, inner[0].device) for each in holders if new]
+        for at in new:
+            variable, pieces = inner[at], list[VariablePiece]()
+            for holder, array in zip(holders, made, strict=True):
+                tensor = holder.tensors[at]
+                place = tensor.start, tensor.numel, holder.parts, tensor.first
+                pieces.append(VariablePiece(array, *place))
+            watch = watched(variable, self, id(variable))
+            self._of[id(variable)] = _Entry(pieces, each[at], watch)
+        found = [self._of[id(variable)] for variable in inner]
+        for at, entry in enumerate(found):
+            self._check(entry, each[at], [holder.tensors[at].spec for holder in holders])
+        return [entry.pieces for entry in found]
+
+    @staticmethod
+    def _check(entry: _Entry, order: object, specs: Sequence[TensorSpec]) -> None:
+        for piece, spec in zip(entry.pieces, specs, strict=False):
+            if entry.order != order:
                 raise ShapeChangedError(
-                    f"its gradient is {spec.dtype}, its residual {piece.dtype.name}",
+                    f"its residual is split as {entry.order}, these gradients as {order} (name, "
+                    "ranks, this rank, reduction)",
+                    tensor=spec.name,
+                    cure="Give variables that are in several lists, process sets or reductions "
+                    "names of their own, or each its own TopKEF(name=...)",
+                )
+            if piece.variable.dtype != spec.residual_dtype:
+                raise ShapeChangedError(
+                    f"its gradient is {spec.dtype}, its residual {piece.variable.dtype.name}",
                     tensor=spec.name,
                     cure="Give it gradients of one dtype throughout, or use another "
                     "TopKEF(name=...)",
                 )
-        return entry.pieces
 
 
 @dataclass(frozen=True)
@@ -152,12 +173,10 @@ class Stores:
     )
 
 
-def _zeros(sizes: Sequence[int], dtype: str, device: str) -> Sequence[Any]:
+def _zeros(plan: BucketPlan, device: str) -> Any:
     with tf.device(device):
-        return [
-            tf.Variable(tf.zeros([size], dtype), trainable=False, name="topkef_residual")
-            for size in sizes
-        ]
+        zeros = tf.zeros([plan.numel], plan.residual_dtype)
+        return tf.Variable(zeros, trainable=False, name="topkef_residual")
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -57,11 +57,33 @@ class Codes:
     FILL = 2  # all elements arrive
 
 
+class Stretch(Protocol):
+    """A stretch of a flat tf.Variable, of one tensor's elements."""
+
+    @property
+    def variable(self) -> Any:
+        """The variable."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """Its first element."""
+        ...
+
+    def value(self) -> Any:
+        """Read it."""
+        ...
+
+    def assign(self, value: Any) -> None:
+        """Replace it."""
+        ...
+
+
 @dataclass(frozen=True)
 class Followed:
     """What the last step has told of some tensors, for their update."""
 
-    codes: Sequence[Any]  # tf.Variables of uint8: phi of their elements, which the update writes
+    codes: Sequence[Stretch]  # of tf.Variables of uint8: phi of elements, which the update writes
     factors: Any  # Adam's c of both classes, [n, 2]; None: with SGD
     losses: Any  # SGD's loss of elements that always arrive, [n] float64; None: with Adam
     does: Any  # one of `Codes`, [] int32
@@ -110,7 +132,9 @@ def _update_all(
     dtype, moments = variables[0].dtype, [slot for own in slots for slot in own]
     factors = [] if known.factors is None else tf.reshape(known.factors, [-1])
     samples = [whole_sample(variable.shape.num_elements()) for variable in variables]
-    written = [variables, moments, known.codes]
+    arrays = list({id(code.variable): code.variable for code in known.codes}.values())
+    position = {id(array): at for at, array in enumerate(arrays)}
+    written = [variables, moments, arrays]
     after = operations.topkef_update(
         gradients,
         *([_value(each) for each in some] for some in written),
@@ -118,7 +142,12 @@ def _update_all(
         losses=tf.zeros([0], tf.float64) if known.losses is None else known.losses,
         factors=tf.cast(factors, dtype),
         does=known.does,
-        samples=[number for each in samples for number in each.place],
+        samples=[
+            number
+            for each, code in zip(samples, known.codes, strict=True)
+            for number in (0, code.start, each.numel, *each.pick)
+        ],
+        arrays=[position[id(code.variable)] for code in known.codes],
         threads=threads(),
     )
     for some, values in zip(written, after, strict=True):
@@ -134,13 +163,15 @@ def _update_one(
     known: Followed,
 ) -> None:
     """Update one variable by TensorFlow's operations."""
-    written = [variable, *slots, *known.codes]
+    written, (codes,) = [variable, *slots], known.codes
     nesterov = isinstance(numbers.of, Sgd) and numbers.of.nesterov
     own = known.losses if known.factors is None else known.factors
     function = _traced(tuple(variable.shape), variable.dtype, len(slots), nesterov)
-    after = function(gradient, [_value(each) for each in written], numbers.stacked, own, known.does)
+    before = [*map(_value, written), codes.value()]
+    *after, arrivals = function(gradient, before, numbers.stacked, own, known.does)
     for each, value in zip(written, after, strict=True):
         each.assign(value, read_value=False)
+    codes.assign(arrivals)
 
 
 @functools.cache

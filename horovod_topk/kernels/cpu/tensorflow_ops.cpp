@@ -2,23 +2,28 @@
  * kernels.h), whose functions are looked up when this library is loaded: it is compiled without
  * TensorFlow, and one build works with all versions that have these functions.
  *
- *     TopkefEncode(residuals: N * R, gradients: G, template: uint8, keys: int64) -> candidates: N * R,
- *                                                                                 payload
- *     TopkefDecode(gathered: uint8, flags: bool, scale: double) -> gradients: G, flat
+ *     TopkefEncode(residual: R, scales: double, gradients: G, squares: S * R, template: uint8, keys: int64)
+ *         -> candidate: R, payload
+ *     TopkefDecode(gathered: uint8, flags: bool, scale: double) -> gradients: G
  *
- * Both have the attributes `recipe`, as in topkef.h, and `threads`. `template` is an empty payload,
- * `keys` are as in topkef.h, or empty.
+ * Both have the attributes `recipe`, as in topkef.h, and `threads`. `residual` is the bucket's whole arena, `scales` has
+ * a factor for each of its tensors, or none. `template` is an empty payload, `keys` are as in topkef.h, or empty.
+ * `shapes` has the number of dimensions of each gradient, and the dimensions.
  *
- *     TopkefUpdate(gradients, weights: N * R, moments: M * R, arrivals: N * uint8, numbers, losses: double,
+ *     TopkefUpdate(gradients, weights: N * R, moments: M * R, arrivals: B * uint8, numbers, losses: double,
  *                  factors: R, does: int32) -> what it computes of weights, moments and arrivals
  *
+ * `arrivals` are arrays of several tensors: `arrays` has the position of each tensor's, `samples` its first element.
  * Moments are the momentum of each tensor (SGD), or m, v and amsgrad's largest v of each (Adam). `numbers` are the
  * gradient's factor and those of topkef_sgd or topkef_adam; `losses` are SGD's, one a tensor, and `factors` are
  * Adam's, two a tensor. If it `does` 1, arrivals are as before; 2: 255. `samples` has the places of the weights' samples as in
  * topkef_energies.
  *
  *     TopkefEnergies(arrays: N * R, arrivals: uint8) -> sums: R, as topkef_energies; no arrivals: null
+ *     TopkefLost(gradients: N * R, before, after: R, scales: double, arrivals: uint8) -> sums: R, as topkef_lost
  *     TopkefScale(arrays: N * R, factors: R) -> arrays times their factors; the same arrays where these are 1
+ *
+ * If `stretches` has the first element and the number of elements of stretches of one array, these have the factors.
  */
 #include <dlfcn.h>
 
@@ -216,7 +221,7 @@ class Store : public std::enable_shared_from_this<Store> {
 /* The state that both operations keep for a bucket. */
 class Kernel {
  public:
-  std::vector<int64_t> recipe;
+  std::vector<int64_t> recipe, shapes;
   topkef_bucket *bucket = nullptr;
   std::shared_ptr<Store> store = std::make_shared<Store>();
   int64_t threads = 1;
@@ -230,6 +235,7 @@ class Kernel {
   int64_t residual_bytes() const { return recipe[1]; }
   int64_t payload_bytes() const { return recipe[4]; }
   int64_t numel(int64_t tensor) const { return number(tensor, 0); }
+  int64_t start(int64_t tensor) const { return number(tensor, 2); }
   int64_t dtype(int64_t tensor) const { return number(tensor, 6); }
   int64_t gradient(int64_t tensor) const { return number(tensor, 8); }
 
@@ -258,23 +264,33 @@ class Kernel {
   }
 };
 
-void *create(TF_Construction *construction) {
+/* An attribute that is a list of numbers. */
+std::vector<int64_t> numbers(TF_Construction *construction, const char *name, TF_Status *status) {
+  int32_t count = 0, total = 0;
+  tf.TF_OpKernelConstruction_GetAttrSize(construction, name, &count, &total, status);
+  std::vector<int64_t> found((size_t)(count > 0 ? count : 0));
+  if (tf.TF_GetCode(status) == OK)
+    tf.TF_OpKernelConstruction_GetAttrInt64List(construction, name, found.data(), count, status);
+  return found;
+}
+
+void *create_with(TF_Construction *construction, bool shaped) {
   auto kernel = std::make_unique<Kernel>();
   Status status;
-  int32_t count = 0, total = 0;
-  tf.TF_OpKernelConstruction_GetAttrSize(construction, "recipe", &count, &total, status);
-  kernel->recipe.resize((size_t)(count > 0 ? count : 0));
-  if (status.ok())
-    tf.TF_OpKernelConstruction_GetAttrInt64List(construction, "recipe", kernel->recipe.data(), count,
-                                                status);
+  kernel->recipe = numbers(construction, "recipe", status);
+  if (status.ok() && shaped) kernel->shapes = numbers(construction, "shapes", status);
   if (status.ok())
     tf.TF_OpKernelConstruction_GetAttrInt64(construction, "threads", &kernel->threads, status);
-  if (status.ok()) kernel->bucket = topkef_bucket_new(kernel->recipe.data(), count);
+  if (status.ok()) kernel->bucket = topkef_bucket_new(kernel->recipe.data(), (int64_t)kernel->recipe.size());
   if (status.ok() && !kernel->bucket)
     tf.TF_SetStatus(status, INVALID_ARGUMENT, "TopKEF: not a recipe");
   if (!status.ok()) tf.TF_OpKernelConstruction_Failure(construction, status);
   return kernel.release();
 }
+
+void *create_encode(TF_Construction *construction) { return create_with(construction, false); }
+
+void *create_decode(TF_Construction *construction) { return create_with(construction, true); }
 
 void destroy(void *kernel) { delete static_cast<Kernel *>(kernel); }
 
@@ -307,54 +323,71 @@ void *output(Store &store, TF_Context *context, int64_t position, int type, cons
   return data;
 }
 
+/* Read all inputs of an operation; false after a failure. */
+bool read(TF_Context *context, std::vector<Input> &inputs) {
+  Status status;
+  for (int64_t i = 0; i < tf.TF_NumInputs(context); ++i) {
+    inputs.emplace_back(context, (int)i, status);
+    if (!status.ok()) {
+      tf.TF_OpKernelContext_Failure(context, status);
+      return false;
+    }
+  }
+  return true;
+}
+
 void encode(void *state, TF_Context *context) {
   auto kernel = static_cast<Kernel *>(state);
   std::lock_guard<std::mutex> lock(kernel->mutex);
-  const int64_t tensors = kernel->tensors(), width = kernel->residual_bytes();
-  Status status;
+  const int64_t tensors = kernel->tensors(), width = kernel->residual_bytes(), bytes = kernel->payload_bytes();
   std::vector<Input> inputs;
-  for (int64_t i = 0; i < tf.TF_NumInputs(context); ++i) {
-    inputs.emplace_back(context, (int)i, status);
-    if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
-  }
+  if (!read(context, inputs)) return;
+  const Input &residual = inputs[0], &scales = inputs[1], *each = &inputs[2];
+  const int64_t arena = residual.bytes();
+  auto candidate = static_cast<uint8_t *>(
+      output(*kernel->store, context, 0, width == 8 ? DOUBLE : FLOAT, {arena / width}, arena));
+  if (!candidate) return;
   std::vector<const void *> residuals, gradients((size_t)kernel->gradients());
   std::vector<void *> candidates;
+  int64_t filled = 0;
   for (int64_t t = 0; t < tensors; ++t) {
-    const Input &e = inputs[(size_t)t], &g = inputs[(size_t)(tensors + kernel->gradient(t))];
-    int64_t numel = kernel->numel(t), needed = kernel->reach(t) * gradient_bytes(kernel->dtype(t));
-    if (!check_size(context, "residual", t, e.bytes(), numel * width) ||
+    const Input &g = each[kernel->gradient(t)];
+    const int64_t start = kernel->start(t) * width, stop = start + kernel->numel(t) * width;
+    const int64_t needed = kernel->reach(t) * gradient_bytes(kernel->dtype(t));
+    if (!check_size(context, "residual", t, std::min(arena, stop), stop) ||
         !check_size(context, "gradient", t, std::min(g.bytes(), needed), needed))
       return;
-    residuals.push_back(e.data());
+    residuals.push_back(static_cast<const uint8_t *>(residual.data()) + start);
     gradients[(size_t)kernel->gradient(t)] = g.data();
-    candidates.push_back(
-        output(*kernel->store, context, t, width == 8 ? DOUBLE : FLOAT, {numel}, numel * width));
-    if (!candidates.back()) return;
+    if (start > filled) std::memset(candidate + filled, 0, (size_t)(start - filled));
+    candidates.push_back(candidate + start);
+    filled = stop;
   }
+  if (arena > filled) std::memset(candidate + filled, 0, (size_t)(arena - filled));
   const auto last = (int64_t)inputs.size() - 2;  // position of the template
   std::vector<const void *> squares;
-  for (int64_t i = tensors + kernel->gradients(); i < last; ++i)
+  for (int64_t i = 2 + kernel->gradients(); i < last; ++i)
     squares.push_back(inputs[(size_t)i].bytes() ? inputs[(size_t)i].data() : nullptr);
   const auto known = (int64_t)squares.size();
   if (known && !check_size(context, "squares", known, known, kernel->gradients())) return;
-  if (known)
-    for (int64_t t = 0; t < tensors; ++t) {
-      const Input &v = inputs[(size_t)(tensors + kernel->gradients() + kernel->gradient(t))];
-      const int64_t needed = v.bytes() ? kernel->reach(t) * width : 0;
-      if (!check_size(context, "squares", t, std::min(v.bytes(), needed), needed)) return;
-    }
+  for (int64_t t = 0; known && t < tensors; ++t) {
+    const Input &v = each[kernel->gradients() + kernel->gradient(t)];
+    const int64_t needed = v.bytes() ? kernel->reach(t) * width : 0;
+    if (!check_size(context, "squares", t, std::min(v.bytes(), needed), needed)) return;
+  }
   topkef_correction correction{};
-  correction.squares = squares.data();
+  correction.squares = known ? squares.data() : nullptr;
+  correction.scales = scales.bytes() ? static_cast<const double *>(scales.data()) : nullptr;
   const Input &empty = inputs[(size_t)last], &keys = inputs.back();
-  const int64_t bytes = kernel->payload_bytes();
+  if (scales.bytes() && !check_size(context, "scales", 0, scales.bytes(), 8 * tensors)) return;
   if (keys.bytes() && !check_size(context, "keys", 0, keys.bytes(), 3 * 8 * tensors)) return;
   if (!check_size(context, "template", 0, empty.bytes(), bytes)) return;
-  auto payload = static_cast<uint8_t *>(output(*kernel->store, context, tensors, UINT8, {bytes}, bytes));
+  auto payload = static_cast<uint8_t *>(output(*kernel->store, context, 1, UINT8, {bytes}, bytes));
   if (!payload) return;
   std::memcpy(payload, empty.data(), (size_t)bytes);
   auto streams = keys.bytes() ? static_cast<const int64_t *>(keys.data()) : nullptr;
   topkef_encode(kernel->bucket, residuals.data(), gradients.data(), candidates.data(), payload,
-                squares.empty() ? nullptr : &correction, streams, (int)kernel->threads);
+                known || correction.scales ? &correction : nullptr, streams, (int)kernel->threads);
 }
 
 void decode(void *state, TF_Context *context) {
@@ -371,11 +404,21 @@ void decode(void *state, TF_Context *context) {
     return;
   static constexpr int TYPES[] = {HALF, BFLOAT16, FLOAT, DOUBLE};
   std::vector<void *> gradients((size_t)kernel->gradients());
+  std::vector<std::vector<int64_t>> shapes;
+  for (size_t at = 0; at < kernel->shapes.size(); at += 1 + (size_t)kernel->shapes[at]) {
+    const int64_t *sizes = &kernel->shapes[at] + 1;
+    shapes.emplace_back(sizes, sizes + sizes[-1]);
+  }
+  if (!check_size(context, "shapes", 0, (int64_t)shapes.size(), kernel->gradients())) return;
   for (int64_t t = 0; t < tensors; ++t) {
-    void *&gradient = gradients[(size_t)kernel->gradient(t)];
+    const int64_t position = kernel->gradient(t), numel = kernel->gradient_numel(position);
+    void *&gradient = gradients[(size_t)position];
     if (gradient) continue;
-    int64_t numel = kernel->gradient_numel(kernel->gradient(t));
-    gradient = output(*kernel->store, context, kernel->gradient(t), TYPES[kernel->dtype(t)], {numel},
+    const std::vector<int64_t> &shape = shapes[(size_t)position];
+    int64_t count = 1;
+    for (int64_t size : shape) count *= size;
+    if (!check_size(context, "shape", position, count, numel)) return;
+    gradient = output(*kernel->store, context, position, TYPES[kernel->dtype(t)], shape,
                       numel * gradient_bytes(kernel->dtype(t)));
     if (!gradient) return;
   }
@@ -395,25 +438,29 @@ void decode(void *state, TF_Context *context) {
 /* What operations on samples keep. */
 struct Sampler {
   std::vector<int64_t> samples;  // six numbers a tensor
+  std::vector<int64_t> arrays;   // position of each tensor's arrivals among the arrays
   int64_t threads = 1;
   std::shared_ptr<Store> store = std::make_shared<Store>();
+
+  size_t count() const { return samples.size() / 6; }
 };
 
-void *create_sampler(TF_Construction *construction) {
-  auto updater = std::make_unique<Sampler>();
+void *create_sampler_with(TF_Construction *construction, bool updates) {
+  auto sampler = std::make_unique<Sampler>();
   Status status;
-  int32_t count = 0, total = 0;
-  tf.TF_OpKernelConstruction_GetAttrSize(construction, "samples", &count, &total, status);
-  updater->samples.resize((size_t)(count > 0 ? count : 0));
+  sampler->samples = numbers(construction, "samples", status);
+  if (status.ok() && updates) sampler->arrays = numbers(construction, "arrays", status);
   if (status.ok())
-    tf.TF_OpKernelConstruction_GetAttrInt64List(construction, "samples", updater->samples.data(), count, status);
-  if (status.ok())
-    tf.TF_OpKernelConstruction_GetAttrInt64(construction, "threads", &updater->threads, status);
+    tf.TF_OpKernelConstruction_GetAttrInt64(construction, "threads", &sampler->threads, status);
   if (!status.ok()) tf.TF_OpKernelConstruction_Failure(construction, status);
-  return updater.release();
+  return sampler.release();
 }
 
-void destroy_sampler(void *updater) { delete static_cast<Sampler *>(updater); }
+void *create_sampler(TF_Construction *construction) { return create_sampler_with(construction, false); }
+
+void *create_updater(TF_Construction *construction) { return create_sampler_with(construction, true); }
+
+void destroy_sampler(void *sampler) { delete static_cast<Sampler *>(sampler); }
 
 bool any(const void *array, int64_t bytes) {
   auto each = static_cast<const uint8_t *>(array);
@@ -437,18 +484,36 @@ std::vector<R> roots(const std::vector<const void *> &weights, const std::vector
   return found;
 }
 
+/* The arrays that arrivals become; empty after a failure. Those that not all tensors of are updated begin as copies. */
+std::vector<uint8_t *> arrivals_after(Sampler &updater, TF_Context *context, const Input *before, size_t first) {
+  std::vector<int64_t> updated;
+  for (size_t i = 0; i < updater.count(); ++i) {
+    const auto at = (size_t)updater.arrays[i];
+    if (at >= updated.size()) updated.resize(at + 1);
+    const int64_t *place = &updater.samples[6 * i], stop = place[1] + place[2];
+    if (!check_size(context, "arrivals", (int64_t)i, std::min(before[at].bytes(), stop), stop)) return {};
+    updated[at] += place[2];
+  }
+  std::vector<uint8_t *> after;
+  for (size_t at = 0; at < updated.size(); ++at) {
+    const int64_t bytes = before[at].bytes();
+    void *made = output(*updater.store, context, (int64_t)(first + at), UINT8, before[at].shape(), bytes);
+    if (!made) return {};
+    if (updated[at] < bytes) std::memcpy(made, before[at].data(), (size_t)bytes);
+    after.push_back(static_cast<uint8_t *>(made));
+  }
+  return after;
+}
+
 void update(void *state, TF_Context *context) {
   auto updater = static_cast<Sampler *>(state);
-  Status status;
   std::vector<Input> inputs;
-  for (int64_t i = 0; i < tf.TF_NumInputs(context); ++i) {
-    inputs.emplace_back(context, (int)i, status);
-    if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
-  }
-  const auto count = (size_t)(updater->samples.size() / 6), every = inputs.size() - 4;
-  const size_t each = (every - 3 * count) / count;  // moments of a tensor
+  if (!read(context, inputs)) return;
+  const size_t count = updater->count(), every = inputs.size() - 4;
+  const auto arrays = (size_t)(1 + *std::max_element(updater->arrays.begin(), updater->arrays.end()));
+  const size_t each = (every - 2 * count - arrays) / count;  // moments of a tensor
   const Input *gradients = &inputs[0], *weights = gradients + count, *moments = weights + count,
-              *arrivals = moments + each * count, *last = arrivals + count;
+              *arrivals = moments + each * count, *last = arrivals + arrays;
   const bool is_adam = each > 1;
   auto given = static_cast<const double *>(last[0].data());
   const int64_t needed = is_adam ? sizeof(topkef_adam) : sizeof(topkef_sgd);
@@ -456,8 +521,10 @@ void update(void *state, TF_Context *context) {
   if (!is_adam && !check_size(context, "losses", 0, last[1].bytes(), 8 * (int64_t)count)) return;
   const int64_t width = weights[0].type() == DOUBLE ? 8 : 4;
   if (is_adam && !check_size(context, "factors", 0, last[2].bytes(), 2 * width * (int64_t)count)) return;
+  std::vector<uint8_t *> arrivals_to = arrivals_after(*updater, context, arrivals, (1 + each) * count);
+  if (arrivals_to.empty()) return;
   std::vector<topkef_update> from(count), to(count);
-  std::vector<const void *> places;
+  std::vector<const void *> places, codes;
   for (size_t i = 0; i < count; ++i) {
     const int64_t numel = updater->samples[6 * i + 2], bytes = numel * width;
     topkef_update &before = from[i], &after = to[i];
@@ -477,16 +544,16 @@ void update(void *state, TF_Context *context) {
     void *topkef_update::*const fields[] = {&topkef_update::momentum, &topkef_update::square,
                                             &topkef_update::largest};
     if (!check_size(context, "gradient", (int64_t)i, gradients[i].bytes(), bytes) ||
-        !check_size(context, "arrivals", (int64_t)i, arrivals[i].bytes(), numel) ||
         !place(weights[i], i, &topkef_update::weight))
       return;
     for (size_t m = 0; m < each; ++m)
       if (!place(moments[i * each + m], count + i * each + m, fields[m])) return;
     places.push_back(before.weight);
-    before.arrivals = static_cast<uint8_t *>(const_cast<void *>(arrivals[i].data()));
-    after.arrivals = static_cast<uint8_t *>(output(*updater->store, context, (int64_t)((1 + each) * count + i), UINT8,
-                                                   arrivals[i].shape(), numel));
-    if (!after.arrivals) return;
+    const auto array = (size_t)updater->arrays[i];
+    const int64_t start = updater->samples[6 * i + 1];
+    before.arrivals = static_cast<uint8_t *>(const_cast<void *>(arrivals[array].data())) + start;
+    after.arrivals = arrivals_to[array] + start;
+    codes.push_back(before.arrivals);
   }
   const int threads = (int)updater->threads, does = *static_cast<const int32_t *>(last[3].data());
   std::vector<float> narrow;
@@ -507,7 +574,7 @@ void update(void *state, TF_Context *context) {
   }
   topkef_update_all(to.data(), from.data(), (int64_t)count, (int)width, threads);
   for (size_t i = 0; does && i < count; ++i)
-    std::memcpy(to[i].arrivals, does == 2 ? ones[i].data() : arrivals[i].data(), (size_t)to[i].count);
+    std::memcpy(to[i].arrivals, does == 2 ? ones[i].data() : codes[i], (size_t)to[i].count);
 }
 
 template <class R>
@@ -515,40 +582,102 @@ void narrow_to(const std::vector<double> &from, void *to) {
   std::copy(from.begin(), from.end(), static_cast<R *>(to));
 }
 
-void energies(void *state, TF_Context *context) {
-  auto sampler = static_cast<Sampler *>(state);
-  const auto count = (size_t)(sampler->samples.size() / 6);
-  Status status;
-  std::vector<Input> inputs;
-  for (size_t i = 0; i <= count; ++i) {
-    inputs.emplace_back(context, (int)i, status);
-    if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
-  }
-  const int type = inputs[0].type();
-  const int64_t width = type == DOUBLE ? 8 : 4;
-  std::vector<const void *> arrays;
-  int64_t stop = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const int64_t *place = &sampler->samples[6 * i];
-    if (!check_size(context, "array", (int64_t)i, inputs[i].bytes(), place[2] * width)) return;
-    arrays.push_back(inputs[i].data());
-    stop = std::max(stop, place[1] + place[2]);
-  }
-  const int64_t coded = inputs[count].bytes();
-  if (coded && !check_size(context, "arrivals", 0, std::min(coded, stop), stop)) return;
-  std::vector<double> sums(count * (coded ? 2 : 1));
+/* Sums of double as an operation's output, of the type of its arrays. */
+void write_sums(Sampler &sampler, TF_Context *context, const std::vector<double> &sums, int type) {
   const auto found = (int64_t)sums.size();
-  void *out = output(*sampler->store, context, 0, type, {found}, found * width);
-  if (!out) return;
-  auto arrivals = coded ? static_cast<const uint8_t *>(inputs[count].data()) : nullptr;
-  topkef_energies(arrays.data(), arrivals, sampler->samples.data(), (int64_t)count, (int)width,
-                  (int)sampler->threads, sums.data());
-  width == 8 ? narrow_to<double>(sums, out) : narrow_to<float>(sums, out);
+  void *out = output(*sampler.store, context, 0, type, {found}, found * (type == DOUBLE ? 8 : 4));
+  if (out) type == DOUBLE ? narrow_to<double>(sums, out) : narrow_to<float>(sums, out);
 }
 
-void *create_store(TF_Construction *) { return new std::shared_ptr<Store>(std::make_shared<Store>()); }
+/* Whether arrays and, if there are any, arrivals are as large as the samples say. */
+bool check_sampled(const Sampler &sampler, TF_Context *context, const Input *arrays, int64_t width, int64_t coded) {
+  for (size_t i = 0; i < sampler.count(); ++i) {
+    const int64_t *place = &sampler.samples[6 * i], stop = place[1] + place[2];
+    if (!check_size(context, "array", (int64_t)i, arrays[i].bytes(), place[2] * width)) return false;
+    if (coded && !check_size(context, "arrivals", (int64_t)i, std::min(coded, stop), stop)) return false;
+  }
+  return true;
+}
 
-void destroy_store(void *store) { delete static_cast<std::shared_ptr<Store> *>(store); }
+std::vector<const void *> data_of(const Input *inputs, size_t count) {
+  std::vector<const void *> found;
+  for (size_t i = 0; i < count; ++i) found.push_back(inputs[i].data());
+  return found;
+}
+
+void energies(void *state, TF_Context *context) {
+  auto sampler = static_cast<Sampler *>(state);
+  std::vector<Input> inputs;
+  if (!read(context, inputs)) return;
+  const int type = inputs[0].type(), width = type == DOUBLE ? 8 : 4;
+  const size_t count = sampler->count();
+  const int64_t coded = inputs[count].bytes();
+  if (!check_sampled(*sampler, context, &inputs[0], width, coded)) return;
+  std::vector<double> sums(count * (coded ? 2 : 1));
+  auto arrivals = coded ? static_cast<const uint8_t *>(inputs[count].data()) : nullptr;
+  topkef_energies(data_of(&inputs[0], count).data(), arrivals, sampler->samples.data(), (int64_t)count, width,
+                  (int)sampler->threads, sums.data());
+  write_sums(*sampler, context, sums, type);
+}
+
+void lost(void *state, TF_Context *context) {
+  auto sampler = static_cast<Sampler *>(state);
+  std::vector<Input> inputs;
+  if (!read(context, inputs)) return;
+  const size_t count = sampler->count();
+  const Input &before = inputs[count], &after = inputs[count + 1], &scales = inputs[count + 2],
+              &arrivals = inputs[count + 3];
+  const int type = before.type(), width = type == DOUBLE ? 8 : 4;
+  if (!check_sampled(*sampler, context, &inputs[0], width, std::max<int64_t>(arrivals.bytes(), 1)) ||
+      !check_size(context, "candidate", 0, after.bytes(), before.bytes()) ||
+      (scales.bytes() && !check_size(context, "scales", 0, scales.bytes(), 8 * (int64_t)count)))
+    return;
+  std::vector<double> sums(2 * count);
+  topkef_lost(data_of(&inputs[0], count).data(), before.data(),
+              scales.bytes() ? static_cast<const double *>(scales.data()) : nullptr, after.data(),
+              static_cast<const uint8_t *>(arrivals.data()), sampler->samples.data(), (int64_t)count, width,
+              (int)sampler->threads, sums.data());
+  write_sums(*sampler, context, sums, type);
+}
+
+/* What TopkefScale keeps. */
+struct Scaler {
+  std::vector<int64_t> stretches;
+  std::shared_ptr<Store> store = std::make_shared<Store>();
+};
+
+void *create_scaler(TF_Construction *construction) {
+  auto scaler = std::make_unique<Scaler>();
+  Status status;
+  scaler->stretches = numbers(construction, "stretches", status);
+  if (!status.ok()) tf.TF_OpKernelConstruction_Failure(construction, status);
+  return scaler.release();
+}
+
+void destroy_scaler(void *scaler) { delete static_cast<Scaler *>(scaler); }
+
+/* Scale stretches of one array. */
+template <class R>
+void scale_stretches(const Scaler &scaler, TF_Context *context, const std::vector<Input> &inputs) {
+  const size_t count = scaler.stretches.size() / 2;
+  if (!check_size(context, "factors", 0, inputs[1].bytes(), (int64_t)(count * sizeof(R)))) return;
+  auto factors = static_cast<const R *>(inputs[1].data());
+  Status status;
+  if (std::all_of(factors, factors + count, [](R each) { return each == 1; })) {
+    tf.TF_SetOutput(context, 0, inputs[0].tensor(), status);
+    if (!status.ok()) tf.TF_OpKernelContext_Failure(context, status);
+    return;
+  }
+  const int64_t bytes = inputs[0].bytes();
+  auto to = static_cast<R *>(output(*scaler.store, context, 0, inputs[0].type(), inputs[0].shape(), bytes));
+  if (!to) return;
+  std::memcpy(to, inputs[0].data(), (size_t)bytes);
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t start = scaler.stretches[2 * i], stop = start + scaler.stretches[2 * i + 1];
+    if (!check_size(context, "array", 0, std::min(bytes, stop * (int64_t)sizeof(R)), stop * (int64_t)sizeof(R))) return;
+    if (factors[i] != 1) std::for_each(to + start, to + stop, [&](R &each) { each *= factors[i]; });
+  }
+}
 
 template <class R>
 void scale_as(Store &store, TF_Context *context, const std::vector<Input> &inputs) {
@@ -570,15 +699,16 @@ void scale_as(Store &store, TF_Context *context, const std::vector<Input> &input
   }
 }
 
+template <class R>
+void scale_any(const Scaler &scaler, TF_Context *context, const std::vector<Input> &inputs) {
+  scaler.stretches.empty() ? scale_as<R>(*scaler.store, context, inputs) : scale_stretches<R>(scaler, context, inputs);
+}
+
 void scale(void *state, TF_Context *context) {
-  Status status;
+  auto scaler = static_cast<Scaler *>(state);
   std::vector<Input> inputs;
-  for (int64_t i = 0; i < tf.TF_NumInputs(context); ++i) {
-    inputs.emplace_back(context, (int)i, status);
-    if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
-  }
-  Store &store = **static_cast<std::shared_ptr<Store> *>(state);
-  inputs[0].type() == DOUBLE ? scale_as<double>(store, context, inputs) : scale_as<float>(store, context, inputs);
+  if (!read(context, inputs)) return;
+  inputs[0].type() == DOUBLE ? scale_any<double>(*scaler, context, inputs) : scale_any<float>(*scaler, context, inputs);
 }
 
 void unknown_shapes(TF_ShapeContext *context, TF_Status *status) {
@@ -603,22 +733,25 @@ void define(const char *name, std::vector<const char *> attributes, std::vector<
 __attribute__((constructor)) void define_operations() {
   if (!find_tensorflow()) return;
   const char *gradients = "G: list({half, bfloat16, float, double}) >= 1";
-  define("TopkefEncode",
-         {"R: {float, double}", "N: int >= 1", "S: int >= 0", gradients, "recipe: list(int)",
+  define("TopkefEncode", {"R: {float, double}", "S: int >= 0", gradients, "recipe: list(int)", "threads: int"},
+         {"residual: R", "scales: double", "gradients: G", "squares: S * R", "template: uint8", "keys: int64"},
+         {"candidate: R", "payload: uint8"}, create_encode, encode, destroy);
+  define("TopkefDecode", {gradients, "recipe: list(int)", "shapes: list(int)", "threads: int"},
+         {"gathered: uint8", "flags: bool", "scale: double"}, {"gradients: G"}, create_decode, decode, destroy);
+  define("TopkefUpdate",
+         {"R: {float, double}", "N: int >= 1", "M: int >= 1", "B: int >= 1", "samples: list(int)", "arrays: list(int)",
           "threads: int"},
-         {"residuals: N * R", "gradients: G", "squares: S * R", "template: uint8", "keys: int64"},
-         {"candidates: N * R", "payload: uint8"}, create, encode, destroy);
-  define("TopkefDecode", {gradients, "recipe: list(int)", "threads: int"},
-         {"gathered: uint8", "flags: bool", "scale: double"}, {"gradients: G"}, create, decode, destroy);
-  define("TopkefUpdate", {"R: {float, double}", "N: int >= 1", "M: int >= 1", "samples: list(int)", "threads: int"},
-         {"gradients: N * R", "weights: N * R", "moments: M * R", "arrivals: N * uint8", "numbers: double",
+         {"gradients: N * R", "weights: N * R", "moments: M * R", "arrivals: B * uint8", "numbers: double",
           "losses: double", "factors: R", "does: int32"},
-         {"new_weights: N * R", "new_moments: M * R", "new_arrivals: N * uint8"}, create_sampler, update,
+         {"new_weights: N * R", "new_moments: M * R", "new_arrivals: B * uint8"}, create_updater, update,
          destroy_sampler);
   define("TopkefEnergies", {"R: {float, double}", "N: int >= 1", "samples: list(int)", "threads: int"},
          {"arrays: N * R", "arrivals: uint8"}, {"sums: R"}, create_sampler, energies, destroy_sampler);
-  define("TopkefScale", {"R: {float, double}", "N: int >= 1"}, {"arrays: N * R", "factors: R"}, {"scaled: N * R"},
-         create_store, scale, destroy_store);
+  define("TopkefLost", {"R: {float, double}", "N: int >= 1", "samples: list(int)", "threads: int"},
+         {"gradients: N * R", "before: R", "after: R", "scales: double", "arrivals: uint8"}, {"sums: R"},
+         create_sampler, lost, destroy_sampler);
+  define("TopkefScale", {"R: {float, double}", "N: int >= 1", "stretches: list(int)"}, {"arrays: N * R", "factors: R"},
+         {"scaled: N * R"}, create_scaler, scale, destroy_scaler);
 }
 
 }  // namespace
