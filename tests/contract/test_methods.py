@@ -201,18 +201,6 @@ def run(world: World, steps: Iterator[list[Gradients]], count: int) -> list[list
     return [world.step(next(steps)) for _ in range(count)]
 
 
-def kept(world: World) -> list[Any]:
-    """All that every rank keeps: residuals, owners' residuals, a method's state, counts."""
-    return [_frozen(world.backend, compressor.state_dict()) for compressor in world.ranks]
-
-
-def _frozen(backend: Backend, state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _frozen(backend, each) for key, each in state.items()}
-    plain = isinstance(state, int | float | str | list | None)
-    return state if plain else backend.numpy(state).tobytes()
-
-
 def test_every_method_has_a_row() -> None:
     assert {type(row) for row in ROWS.values()} >= set(METHODS.values())
 
@@ -410,7 +398,7 @@ def test_two_runs_have_the_same_bits(case: Case) -> None:
     first, second = case.world(), case.world()
     for one, other in zip(*(run(w, gradients_of(case), 3) for w in (first, second)), strict=True):
         assert same_bits(one, other)
-    assert kept(first) == kept(second)
+    assert first.kept() == second.kept()
 
 
 # Law 4.
@@ -449,7 +437,7 @@ def test_a_bad_gradient_on_one_rank_leaves_no_trace(case: Case) -> None:
     troubled, untroubled = case.world(), case.world()
     for world in (troubled, untroubled):
         run(world, gradients_of(case), 2)
-    before, others = kept(troubled), gradients_of(case, seed=1)
+    before, others = troubled.kept(), gradients_of(case, seed=1)
     for i, victim in enumerate(VICTIMS):
         gradients = next(others)
         gradients[i % case.ranks][victim].reshape(-1)[-1] = BAD[i % len(BAD)]
@@ -458,10 +446,10 @@ def test_a_bad_gradient_on_one_rank_leaves_no_trace(case: Case) -> None:
         assert same_bits(applied, [applied[0]] * case.ranks)
         for name, gradient in applied[0].items():
             assert np.isnan(gradient).all() if name == victim else np.isfinite(gradient).all()
-        assert kept(troubled) == before
+        assert troubled.kept() == before
     steps = [run(world, gradients_of(case, seed=2), 2) for world in (troubled, untroubled)]
     assert all(same_bits(one, other) for one, other in zip(*steps, strict=True))
-    assert kept(troubled) == kept(untroubled)
+    assert troubled.kept() == untroubled.kept()
 
 
 # State dicts.
@@ -475,8 +463,8 @@ def test_a_job_goes_on_from_its_state_dicts(case: Case) -> None:
     run(second, gradients_of(case, seed=1), 1)  # what is loaded replaces it
     for saved, loads in zip(first.ranks, second.ranks, strict=True):
         loads.load_state_dict(saved.state_dict())
-    assert kept(second) == kept(first)
+    assert second.kept() == first.kept()
     for _ in range(3):
         gradients = next(steps)
         assert same_bits(first.step(gradients), second.step(gradients))
-    assert kept(second) == kept(first)
+    assert second.kept() == first.kept()

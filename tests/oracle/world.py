@@ -115,6 +115,10 @@ class World:
         """Flat copies of the residuals of the shards that each rank owns, if it owns any."""
         return [self._copies(c.owned) for c in self.ranks if c.owned is not None]
 
+    def kept(self) -> list[Any]:
+        """All that every rank keeps, frozen: residuals, owners' residuals, states and counts."""
+        return [_frozen(self.backend, compressor.state_dict()) for compressor in self.ranks]
+
     def _copies(self, registry: ResidualRegistry[Any]) -> Gradients:
         names = [tensor.spec.name for tensor in self.plan.tensors()]
         return {name: self.backend.numpy(registry.residual(name)) for name in names}
@@ -161,6 +165,13 @@ class World:
 
     def _of_bucket(self, rank: int, bucket: BucketPlan) -> list[Any]:
         return [self._arrays[rank][t.spec.name] for t in bucket.tensors]
+
+
+def _frozen(backend: Backend, state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _frozen(backend, each) for key, each in state.items()}
+    plain = isinstance(state, int | float | str | list | None)
+    return state if plain else backend.numpy(state).tobytes()
 
 
 def nodes_of_sizes(sizes: Sequence[int]) -> Nodes:

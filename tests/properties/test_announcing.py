@@ -81,17 +81,6 @@ def gradients(step: int) -> list[Gradients]:
     ]
 
 
-def kept(world: World) -> list[Any]:
-    return [_frozen(world.backend, compressor.state_dict()) for compressor in world.ranks]
-
-
-def _frozen(backend: Backend, state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _frozen(backend, each) for key, each in state.items()}
-    plain = isinstance(state, int | float | str | list | None)
-    return state if plain else backend.numpy(state).tobytes()
-
-
 def told(numel: int) -> list[tuple[list[float], list[list[float]]]]:
     """Own numbers and all rows, of each piece of so many elements, in the order of encoding."""
     return [(own, rows) for size, own, rows in Shifted.heard if size == numel]
@@ -231,7 +220,7 @@ def test_a_rank_that_abandons_a_step_ends_it_for_all(exchange: str, before_it: i
         return  # there a rank waits for the others of its node, which needs threads
     for each in (world, other):
         each.step(gradients(0))
-    before = kept(world)
+    before = world.kept()
     world.launch(gradients(1))
     for _ in range(before_it):
         for compressor in world.ranks:
@@ -240,9 +229,9 @@ def test_a_rank_that_abandons_a_step_ends_it_for_all(exchange: str, before_it: i
     applied = finish(world, [0, 2, 3], stages - before_it)
     if before_it < stages:
         assert any(np.isnan(each).all() for each in applied)
-    assert kept(world) == before
+    assert world.kept() == before
     assert same_bits(world.step(gradients(2)), other.step(gradients(2)))
-    assert kept(world) == kept(other)
+    assert world.kept() == other.kept()
 
 
 @each_exchange
@@ -250,7 +239,7 @@ def test_a_damaged_announcement_is_refused_and_the_others_are_told(exchange: str
     world, other = world_of(exchange), world_of(exchange)
     for each in (world, other):
         each.step(gradients(0))
-    before, stages = kept(world), world.ranks[0].step.stages
+    before, stages = world.kept(), world.ranks[0].step.stages
     world.launch(gradients(1))
     if exchange == "hierarchical":
         for compressor in world.ranks:
@@ -267,7 +256,7 @@ def test_a_damaged_announcement_is_refused_and_the_others_are_told(exchange: str
         for _ in range(stages):
             compressor.step.advance()
         compressor.abandon()
-    assert kept(world) == before
+    assert world.kept() == before
     assert same_bits(world.step(gradients(2)), other.step(gradients(2)))
 
 

@@ -54,17 +54,6 @@ def gradients(step: int) -> list[Gradients]:
     ]
 
 
-def kept(world: World) -> list[Any]:
-    return [_frozen(world.backend, compressor.state_dict()) for compressor in world.ranks]
-
-
-def _frozen(backend: Backend, state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _frozen(backend, each) for key, each in state.items()}
-    plain = isinstance(state, int | float | str | list | None)
-    return state if plain else backend.numpy(state).tobytes()
-
-
 def damage(payload: Any, kind: str, draw: random.Random) -> None:
     """Spoil some bytes of a payload, in place: of its header and first scales, or anywhere."""
     data: NDArray[np.uint8] = payload if isinstance(payload, np.ndarray) else payload.numpy()
@@ -124,7 +113,7 @@ def test_ranks_refuse_what_is_damaged_or_read_the_same(
         world, other = World(plan, RANKS, backend), World(plan, RANKS, backend)
         for each in (world, other):
             each.step(gradients(0))
-        before = kept(world)
+        before = world.kept()
         ended = outcomes(world, 1, messages[i % len(messages)], draw, KINDS[i % len(KINDS)])
         errors = [each for each in ended if isinstance(each, Exception)]
         read = [each for each in ended if not isinstance(each, Exception)]
@@ -136,7 +125,7 @@ def test_ranks_refuse_what_is_damaged_or_read_the_same(
             refused += 1
             assert all(np.isnan(array).all() for each in read for array in each)
             assert not any(world.commit())
-            assert kept(world) == before
+            assert world.kept() == before
             assert same_bits(world.step(gradients(2)), other.step(gradients(2)))
     assert refused > TRIES / 10
 

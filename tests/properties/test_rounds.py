@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -71,17 +70,6 @@ def started(method: Rounds | None = None, backend: Backend = NUMPY) -> World:
     return world
 
 
-def kept(world: World) -> list[Any]:
-    return [_frozen(world.backend, compressor.state_dict()) for compressor in world.ranks]
-
-
-def _frozen(backend: Backend, state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {key: _frozen(backend, each) for key, each in state.items()}
-    plain = isinstance(state, int | float | str | list | None)
-    return state if plain else backend.numpy(state).tobytes()
-
-
 def finish(world: World, *ranks: int) -> list[NDArray[Any]]:
     """What some ranks have in the end of a step, in lock-step; then they end it."""
     for _ in range(world.ranks[0].step.stages):
@@ -98,12 +86,12 @@ def finish(world: World, *ranks: int) -> list[NDArray[Any]]:
 
 def assert_goes_on(world: World, before: list[Any], rolled_back: list[int]) -> None:
     """Nothing has changed, and the next step is that of ranks that saw no failure."""
-    assert kept(world) == before
+    assert world.kept() == before
     assert [compressor.rolled_back for compressor in world.ranks] == rolled_back
     other = started(world.plan.config, world.backend)  # type: ignore[arg-type]
     gradients = gradients_of(9, world.plan)
     assert same_bits(world.step(gradients), other.step(gradients))
-    assert kept(world) == kept(other)
+    assert world.kept() == other.kept()
 
 
 # What rounds are.
@@ -174,7 +162,7 @@ def test_a_rank_that_abandons_a_step_ends_it_for_all(
     for before_it in range(stages + 1):
         world = started(method, backend)
         assert world.ranks[0].step.stages == stages
-        before = kept(world)
+        before = world.kept()
         world.launch(gradients_of(1, world.plan))
         for _ in range(before_it):
             for compressor in world.ranks:
@@ -190,7 +178,7 @@ def test_a_rank_that_abandons_a_step_ends_it_for_all(
 
 def test_two_ranks_that_abandon_a_step() -> None:
     world = started()
-    before = kept(world)
+    before = world.kept()
     world.launch(gradients_of(1, world.plan))
     world.ranks[2].abandon()
     for compressor in world.ranks[:2]:
@@ -208,7 +196,7 @@ def test_two_ranks_that_abandon_a_step() -> None:
 @pytest.mark.parametrize("method", [TwoRounds(), ThreeRounds()], ids=["two", "three"])
 def test_an_owner_that_refuses_a_payload_tells_the_others(method: Rounds, i: int) -> None:
     world = started(method)
-    before = kept(world)
+    before = world.kept()
     world.launch(gradients_of(1, world.plan))
     for _ in range(2 * i):
         for compressor in world.ranks:
@@ -226,7 +214,7 @@ def test_an_owner_that_refuses_a_payload_tells_the_others(method: Rounds, i: int
 @pytest.mark.parametrize("i", [0, 1])
 def test_sums_that_no_rank_can_read_are_refused_by_all(i: int) -> None:
     world = started()
-    before = kept(world)
+    before = world.kept()
     world.launch(gradients_of(1, world.plan))
     for _ in range(2 * i + 1):
         for compressor in world.ranks:
@@ -243,7 +231,7 @@ def test_sums_that_no_rank_can_read_are_refused_by_all(i: int) -> None:
 def test_a_rank_that_cannot_read_the_sums_of_a_round_ends_the_step_for_all() -> None:
     """The others could, and would wait for it in the next round."""
     world = started()
-    before = kept(world)
+    before = world.kept()
     world.launch(gradients_of(1, world.plan))
     for compressor in world.ranks:
         compressor.step.advance()
@@ -267,7 +255,7 @@ def damage(world: World, name: str, of: int) -> None:
 def test_with_a_thread_for_each_rank_nobody_waits_for_ever(stage: int) -> None:
     """Ranks in orders of their own: one raises within its step and abandons it."""
     world = started()
-    before, gradients = kept(world), gradients_of(1, world.plan)
+    before, gradients = world.kept(), gradients_of(1, world.plan)
 
     def body(collective: LoopbackCollective[Any]) -> list[NDArray[Any]]:
         compressor = world.ranks[collective.rank]
