@@ -19,7 +19,7 @@ from oracle.world import World
 
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, make_plan
-from horovod_topk.errors import PayloadError, PlanMismatchError
+from horovod_topk.errors import PayloadError, PlanMismatchError, TopKError
 from horovod_topk.methods.topk import TopK
 
 # A bucket of one sparse and one dense tensor, at three widths: 10 elements send 2, 3 send 3.
@@ -336,54 +336,28 @@ def received(backend: Backend, at: int, byte: int) -> np.ndarray[Any, Any]:
     return backend.numpy(gradients[0])
 
 
-@each_framework
-def test_another_magic_is_refused(backend: Backend) -> None:
-    with pytest.raises(PayloadError, match="bucket 0, rank 1: the bytes 58544b50 do not open"):
-        received(backend, 0, ord("X"))
+HEADERS: list[tuple[int, int, type[TopKError], str]] = [  # byte, its value, error, message
+    (0, ord("X"), PayloadError, "bucket 0, rank 1: the bytes 58544b50 do not open"),
+    *((4, v, PayloadError, f"rank 1: format version {v}, .* reads version 2") for v in (0, 1, 3)),
+    (5, 2, PayloadError, "rank 1: method 2, this rank's is 1"),
+    # By name: the plans are equal, so that a message about plans would lead astray.
+    *((at, 1, PayloadError, r"rank 1: .* bytes of measures") for at in (6, 7)),
+    (8, 3, PlanMismatchError, "rank 1: its plan has 3 tensors"),
+    (19, 0xFF, PlanMismatchError, r"\b7768570ee5eb78ff\b.*\b7768570ee5eb7864\b"),  # both digests
+    (20, 4, PlanMismatchError, "committed steps.* rank 0.* rank 1"),
+    (21, 4, PlanMismatchError, "ratio.* rank 0.* rank 1"),
+    (22, 4, PlanMismatchError, "a state.* rank 0.* rank 1"),
+    (23, 4, PlanMismatchError, "rates.* rank 0.* rank 1"),
+]
 
 
 @each_framework
-def test_another_version_is_refused(backend: Backend) -> None:
-    for version in (0, 1, 3):
-        message = f"rank 1: format version {version}, .* reads version 2"
-        with pytest.raises(PayloadError, match=message):
-            received(backend, 4, version)
-
-
-@each_framework
-def test_another_method_is_refused(backend: Backend) -> None:
-    with pytest.raises(PayloadError, match="rank 1: method 2, this rank's is 1"):
-        received(backend, 5, 2)
-
-
-@each_framework
-@pytest.mark.parametrize("at", [6, 7])
-def test_other_measures_are_refused(backend: Backend, at: int) -> None:
-    """By name: the plans are equal, so a message about plans would lead astray."""
-    with pytest.raises(PayloadError, match=r"rank 1: .* bytes of measures"):
-        received(backend, at, 1)
-
-
-@each_framework
-@pytest.mark.parametrize(
-    ("at", "field"), [(20, "committed steps"), (21, "ratio"), (22, "a state"), (23, "rates")]
-)
-def test_other_facts_are_refused(backend: Backend, at: int, field: str) -> None:
-    with pytest.raises(PlanMismatchError, match=f"{field}.* rank 0.* rank 1"):
-        received(backend, at, 4)
-
-
-@each_framework
-def test_another_number_of_tensors_is_refused(backend: Backend) -> None:
-    with pytest.raises(PlanMismatchError, match="rank 1: its plan has 3 tensors"):
-        received(backend, 8, 3)
-
-
-@each_framework
-def test_another_digest_is_refused(backend: Backend) -> None:
-    """The message sets the two digests side by side."""
-    with pytest.raises(PlanMismatchError, match=r"\b7768570ee5eb78ff\b.*\b7768570ee5eb7864\b"):
-        received(backend, 19, 0xFF)
+@pytest.mark.parametrize(("at", "byte", "error", "message"), HEADERS)
+def test_another_header_is_refused(
+    backend: Backend, at: int, byte: int, error: type[TopKError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        received(backend, at, byte)
 
 
 # Indices of "w", which sends 2 of its 10 elements, packed with one lower bit and 2 + 8 // 2 of a

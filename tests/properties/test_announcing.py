@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from oracle.backends import NATIVE, NUMPY, TENSORFLOW, Backend
+from oracle.backends import NUMPY, Backend
 from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.core.exchange.announcing import announced_bytes
@@ -130,20 +130,6 @@ def test_owners_of_the_same_shards_tell_each_other_between_nodes() -> None:
     pairs = [rows for _, _, rows in Shifted.heard if len(rows) == 2]
     assert len(pairs) == len(Shifted.heard) == 2 * 4  # nodes; owners of shards of w and of v
     assert [[pytest.approx(each)] * 2 for each in sums] in pairs
-
-
-@each_exchange
-@pytest.mark.parametrize(
-    "backend",
-    [NATIVE, pytest.param(TENSORFLOW, marks=pytest.mark.slow)],
-    ids=["native", "tensorflow"],
-)
-def test_frameworks_agree(exchange: str, backend: Backend) -> None:
-    worlds = [world_of(exchange, each) for each in (NUMPY, backend)]
-    for step in range(2):
-        one, other = (world.step(gradients(step)) for world in worlds)
-        assert same_bits(one, other)
-    assert worlds[0].payloads(1) == worlds[1].payloads(1)
 
 
 # What travels.

@@ -138,21 +138,6 @@ def test_a_user_comes_first_and_then_warm_up() -> None:
     assert ratios == [0.5, 0.1, 0.1, 0.25, 1.0]
 
 
-def test_a_decision_goes_on_where_a_state_dict_left_it() -> None:
-    unbroken, resumed = world(METHODS["sharded"]), world(METHODS["sharded"])
-    factors = (1.0, 0.01, 1.0, 1.0, 0.01, 1.0)
-    for step, factor in enumerate(factors):
-        if step == 3:
-            for old, new in zip(unbroken.ranks, resumed.ranks, strict=True):
-                new.load_state_dict(old.state_dict())
-                assert new.clock == old.clock
-        given = gradients(4, step, factor)
-        exchanged = unbroken.step(given)
-        if step >= 3:
-            assert same_bits(resumed.step(given), exchanged)
-    assert same_bits(resumed.residuals(), unbroken.residuals())
-
-
 @pytest.mark.parametrize("decision", ["many", [0.25, "two"], [0.25, np.inf], [0.25] * 40])
 def test_what_is_no_decision_is_refused(decision: Any) -> None:
     job = world(METHODS["allgather"], 2)

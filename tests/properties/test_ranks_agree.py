@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from oracle import wire
 from oracle.backends import NUMPY, TORCH, Backend, each_backend
 from oracle.examples import examples
-from oracle.jobs import NONFINITE, Job, jobs, steps, within_float16
+from oracle.jobs import Job, jobs, steps, within_float16
 from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.methods.topk import Entries
@@ -87,23 +87,6 @@ def test_ratio_one_is_the_dense_mean(backend: Backend, data: st.DataObject) -> N
             assert np.array_equal(exchanged[0][spec.name], _dense(job, gradients, spec.name))
         owed = [*world.residuals(), *world.owned()]
         assert not any(e.any() for one in owed for e in one.values())
-
-
-@given(data=st.data())
-def test_a_payloads_size_and_name_depend_on_the_plan_alone(data: st.DataObject) -> None:
-    job = data.draw(jobs(ranks=st.integers(1, 3), exchanges=["allgather"]))
-    world = World(job.plan, job.ranks, NUMPY, name="job.7")
-    everything = data.draw(steps(job, 3))
-    for one in everything[1]:
-        for g in one.values():
-            g[...] = data.draw(st.sampled_from(NONFINITE))
-    for gradients in everything:
-        world.step(gradients)
-    planned = [(f"job.7.{b.ordinal}", b.layout.payload_bytes) for b in job.plan.buckets]
-    assert len({name for name, _ in planned}) == len(job.plan.buckets)
-    for rank in range(job.ranks):
-        sent = [(name, len(payload)) for name, payload in world.payloads(rank)]
-        assert sent == planned * 3
 
 
 def _dense(job: Job, gradients: list[Gradients], name: str) -> NDArray[Any]:

@@ -123,16 +123,6 @@ def test_names_are_equal_at_all_levels() -> None:
     assert before > 8 * after
 
 
-def test_steps_that_do_not_count_do_not_warm_up() -> None:
-    world = warming((2, 0.25), (3, 0.1))
-    ratios = []
-    for gradients in (ones(), ones(np.nan), ones(), ones(np.inf), ones(), ones()):
-        ratios.append([compressor.ratio for compressor in world.ranks])
-        world.exchange(gradients)
-        world.commit()
-    assert ratios == [[r] * 2 for r in (0.25, 0.25, 0.25, 0.1, 0.1, 0.01)]
-
-
 def test_a_level_does_not_change_within_a_step() -> None:
     world = warming((5, 0.25))
     world.launch(ones())
@@ -143,19 +133,6 @@ def test_a_level_does_not_change_within_a_step() -> None:
     world.finish()
     assert world.commit() == [True, True]
     assert world.ranks[0].ratio == 1.0
-
-
-def test_warm_up_goes_on_where_a_state_dict_left_it() -> None:
-    unbroken, resumed = warming((3, 0.25), (5, 0.1)), warming((3, 0.25), (5, 0.1))
-    for _ in range(4):
-        unbroken.step(ones())
-    for old, new in zip(unbroken.ranks, resumed.ranks, strict=True):
-        new.load_state_dict(old.state_dict())
-        assert new.ratio == 0.1
-    for _ in range(3):
-        assert same_bits(resumed.step(ones()), unbroken.step(ones()))
-    assert same_bits(resumed.residuals(), unbroken.residuals())
-    assert resumed.ranks[0].ratio == 0.01
 
 
 def test_a_state_dict_has_the_same_fields_with_and_without_warm_up() -> None:
