@@ -157,8 +157,36 @@ class SupportsOnePass(Protocol[Array]):
         ...
 
 
-class Ops(Protocol[Array]):
-    """Array operations of one framework; see the module's docstring for the rules."""
+@dataclass(frozen=True)
+class TrackerKernels:
+    """Kernels for what `updates.tracker` computes of exchanges; None where there is none.
+
+    They have the results of `updates.formulas`. Gradients are of any shape. `arrivals` are codes of
+    phi of all elements, uint8, and `places` say where tensors and their samples are.
+
+    lost(gradients, residuals, arrivals, places, states): computes the energy that error feedback
+        takes from each gradient. residuals: those of one shard of each tensor before the step, and
+        after it, flat. states: arrays with two numbers for each gradient: what sums over samples
+        are multiplied by, first those of one class; then of both classes in turn, what D fades by,
+        D, and D' to be written.
+    energies(gradients, arrivals, places, states, told, numbers): computes each gradient's energy E'
+        and factors c. states: as above, of E; then the largest share of E that counts as gained,
+        and c to be written. told: rows of bytes: D' of each rank, float32. numbers: what gradients
+        are multiplied by, the number of ranks, and the least c.
+    spikes(gradients, places, scales, gain, means, factors, numbers): finds gradients that are
+        suddenly large, and limits them. Other arrays have a number for each: what sums of squares
+        of samples are multiplied by, means of norms before the step and after it, and the factors
+        to be written. gain: what gradients are divided by. numbers: weight of the present step in
+        the means, and the largest norm over the mean.
+    """
+
+    lost: Callable[..., None] | None = None
+    energies: Callable[..., None] | None = None
+    spikes: Callable[..., None] | None = None
+
+
+class Arrays(Protocol[Array]):
+    """Operations that any method or exchange may use."""
 
     def zeros(self, numel: int, dtype: str, device: str) -> Array:
         """A new array of `numel` zeros."""
@@ -176,20 +204,20 @@ class Ops(Protocol[Array]):
         """
         ...
 
-    def random_index(self, stream: Stream, numel: int, k: int, device: str) -> Array:
-        """Draw one index from each of k stretches of `numel` elements, 1 <= k <= numel: [k] int64.
-
-        Stretch i begins at i * numel // k. Its index is (r length >> 31) more than that, with r
-        from `random_bits` of 31 bits.
-        """
-        ...
-
     def view(self, array: Array, start: int, stop: int) -> Array:
         """Elements [start, stop) of a one-dimensional array, sharing its memory."""
         ...
 
     def row(self, array: Array, position: int) -> Array:
         """One row of the result of `load`."""
+        ...
+
+    def columns(self, rows: Array, start: int, stop: int | None) -> Array:
+        """Return columns [start, stop) of [P, count]; None as `stop`: to the end."""
+        ...
+
+    def rows(self, gathered: Array, width: int) -> int:
+        """The number of payloads of `width` bytes; in a graph it may be a tensor."""
         ...
 
     def numel(self, array: Array) -> int:
@@ -214,6 +242,141 @@ class Ops(Protocol[Array]):
 
     def assign(self, out: Array, source: Array) -> None:
         """out[:] = source, element by element, cast to out's dtype."""
+        ...
+
+    def take(self, array: Array, index: Array) -> Array:
+        """The elements of `array` in row-major order at `index`, a new array."""
+        ...
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        """Return a new array of another dtype; floats become integers rounded towards zero."""
+        ...
+
+    def spread(self, array: Array, size: int, count: int) -> Array:
+        """Repeat each number `size` times along the last dimension, cut off at `count`."""
+        ...
+
+    def transposed(self, array: Array, rows: int) -> Array:
+        """Transpose a flat matrix of `rows` rows; flat, a new array."""
+        ...
+
+    def divided(self, array: Array, by: Array) -> Array:
+        """array / by, a new array; `by` has one element, or as many. 0 where `by` is 0."""
+        ...
+
+    def root(self, array: Array) -> Array:
+        """Square roots of non-negative float64, a new array.
+
+        Results may be off by one unit in the last place, as in torch: round them to float32.
+        """
+        ...
+
+    def finite(self, values: Array) -> Array:
+        """Cast to float32: NaN and infinities become 0, others saturate at +-`coding.LIMIT`."""
+        ...
+
+    def largest(self, array: Array, size: int) -> Array:
+        """Return the largest number of each block of a flat array without NaN."""
+        ...
+
+    def column_largest(self, rows: Array) -> Array:
+        """Return the largest number of each column of [P, count]; NaN if the column has one."""
+        ...
+
+    def sums(self, array: Array, size: int) -> Array:
+        """Return the sum of each block of a flat array of int64 or float64.
+
+        float64 are added in a fixed order: a block is cut into tiles of `coding.TILE`; the last
+        tile is padded with zeros, to a power of two if it is the only one. The second half of a
+        tile is added to the first, element by element, until one number is left. Neighbouring
+        sums are added in pairs, an odd one to 0, until one is left.
+        """
+        ...
+
+    def segment_sums(self, array: Array, sizes: Sequence[int]) -> Array:
+        """Sums of consecutive stretches of a flat array, in its dtype and the library's order.
+
+        sizes: number of elements of each stretch; they add up to the array's.
+        """
+        ...
+
+    def count_above(self, array: Array, limit: Array) -> Array:
+        """Count elements of a magnitude above `limit`, [1] of their dtype: [1] float32.
+
+        Counts above 2^24 are rounded.
+        """
+        ...
+
+    def square(self, array: Array) -> Array:
+        """[1] float32: the sum of squares, in the library's order. Does not wait for a device.
+
+        array: array of any shape; the result is 0 if it has no elements.
+        """
+        ...
+
+    def norm(self, array: Array) -> float:
+        """Euclidean norm, summed in float64; in a graph a scalar. Waits for the device."""
+        ...
+
+    def matmul(self, left: Array, right: Array, shape: tuple[int, int, int]) -> Array:
+        """Multiply [m * k] by [k * n], flat and in row-major order, given (m, k, n): [m * n].
+
+        The order of additions is the library's: bits are equal if library, processor and number of
+        threads are equal.
+        """
+        ...
+
+    def orthonormal(self, rows: Array, count: int) -> Array:
+        """Make the rows of a flat matrix orthonormal; linearly dependent rows become 0.
+
+        Gram-Schmidt, row after row, with the same bits in every framework; see `ops.orthonormal`.
+        The result is flat and a new array; `rows` has `count` rows, at least one.
+        """
+        ...
+
+    def global_index(self, index: Array, parts: int, first: int) -> Array:
+        """Indices in the tensor of a shard's elements: (i // 512 * parts + first) * 512 + i % 512.
+
+        index: int64, into the shard; the result is into its tensor.
+        """
+        ...
+
+    def shard(self, gradient: Array, parts: int, first: int) -> Array:
+        """The flat shard whose first block is `first`, of `parts` shards of a gradient.
+
+        Element i of it is element `global_index(i, parts, first)` of the gradient.
+        """
+        ...
+
+    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
+        """Write `shard(gradient, len(firsts), firsts[p])` to outs[p], cast to its dtype.
+
+        outs: arrays as long as the shards.
+        """
+        ...
+
+    def blocks(self, tensors: Sequence[Array], picks: Sequence[Pick], dtype: str) -> Array:
+        """Join samples of some tensors of any shape into a flat array, and cast it to `dtype`.
+
+        picks: for each tensor (shards, first, parts): of the shard with the block `first` among
+            `shards` shards, every block whose number is a multiple of `parts`.
+        """
+        ...
+
+    def to_host(self, payload: Array) -> bytes:
+        """The bytes of a uint8 array. Waits for the device."""
+        ...
+
+
+class Packing(Protocol[Array]):
+    """Operations that payloads and residuals are made of: select, encode, add up, write."""
+
+    def random_index(self, stream: Stream, numel: int, k: int, device: str) -> Array:
+        """Draw one index from each of k stretches of `numel` elements, 1 <= k <= numel: [k] int64.
+
+        Stretch i begins at i * numel // k. Its index is (r length >> 31) more than that, with r
+        from `random_bits` of 31 bits.
+        """
         ...
 
     def compensate(self, residual: Array, gradient: Array, out: Array) -> Array:
@@ -245,105 +408,6 @@ class Ops(Protocol[Array]):
 
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         """out = factor * velocity + gradient, all of one dtype; rounded twice."""
-        ...
-
-    def lost(
-        self,
-        gradients: Sequence[Array],
-        residuals: tuple[Array, Array],
-        factors: Sequence[float],
-        arrivals: Array,
-        places: tuple[Place, ...],
-        states: Sequence[Array],
-    ) -> bool:
-        """Compute the energy that error feedback takes from each gradient: `updates.formulas`.
-
-        Args:
-            gradients: of any shape; the other arrays are flat, with all tensors one after another.
-            residuals: those of one shard of each tensor before the step, and after it.
-            factors: what each tensor's residual before it is to be multiplied by. Empty: all are 1.
-            arrivals: codes of phi of all elements, uint8.
-            places: where the tensors and their samples are.
-            states: arrays with two numbers for each gradient: what sums over samples are multiplied
-                by, first those of one class; then of both classes in turn, what D fades by, D, and
-                D' to be written.
-
-        Returns:
-            Whether there is a kernel for these arrays; if not, nothing is written.
-        """
-        ...
-
-    def energies_of(
-        self, arrays: Sequence[Array], arrivals: Array | None, places: tuple[Place, ...], dtype: str
-    ) -> Array:
-        """Sums of squares of samples of arrays, [n] of `dtype`, or [2 n] with arrivals.
-
-        Args:
-            arrays: of any shape, of one dtype.
-            arrivals: codes of phi of all elements, uint8; the first n sums are of elements that
-                arrive often, the others of the rest. None: all elements are of one class.
-            places: where the arrays and their samples are.
-            dtype: of the sums, float32 or float64.
-        """
-        ...
-
-    def kernel_kind(self, device: str) -> str:
-        """Name what computes `energies`, `spikes` and the optimizer's momenta on a device.
-
-        Results have the same bits on ranks with the same kind, if they have the same version of the
-        framework.
-        """
-        ...
-
-    def energies(
-        self,
-        gradients: Sequence[Array],
-        arrivals: Array,
-        places: tuple[Place, ...],
-        states: Sequence[Array],
-        told: Array,
-        numbers: tuple[float, float, float],
-    ) -> bool:
-        """Compute each gradient's energy E' and factors c after an exchange: `updates.formulas`.
-
-        Args:
-            gradients: of any shape.
-            arrivals: codes of phi of all elements, uint8.
-            places: where samples are.
-            states: as in `lost`, of E; then the largest share of E that counts as gained, and c to
-                be written, of both classes in turn.
-            told: rows of bytes: D' of each rank, float32.
-            numbers: what gradients are multiplied by, the number of ranks, and the least c.
-
-        Returns:
-            Whether there is a kernel; if not, nothing is written.
-        """
-        ...
-
-    def spikes(
-        self,
-        gradients: Sequence[Array],
-        places: tuple[Place, ...],
-        scales: Array,
-        gain: float,
-        means: tuple[Array, Array],
-        factors: Array,
-        numbers: tuple[float, float],
-    ) -> bool:
-        """Find gradients that are suddenly large, and limit them: `updates.formulas`.
-
-        Args:
-            gradients: of any shape; other arrays have a number for each.
-            places: where samples are.
-            scales: what sums of squares of samples are multiplied by.
-            gain: what gradients are divided by.
-            means: means of norms before the step, and an array to write those after it to.
-            factors: an array to write the factors to that gradients are multiplied by.
-            numbers: weight of the present step in the means, and the largest norm over the mean.
-
-        Returns:
-            Whether there is a kernel; if not, nothing is written.
-        """
         ...
 
     def weighted(self, values: Array, squares: Array) -> Array:
@@ -380,18 +444,6 @@ class Ops(Protocol[Array]):
         """
         ...
 
-    def take(self, array: Array, index: Array) -> Array:
-        """The elements of `array` in row-major order at `index`, a new array."""
-        ...
-
-    def place(self, values: Array, index: Array, numel: int) -> Array:
-        """A new array of `numel` zeros, except out[index] = values; indices are unique."""
-        ...
-
-    def cast(self, array: Array, dtype: str) -> Array:
-        """Return a new array of another dtype; floats become integers rounded towards zero."""
-        ...
-
     def pack_values(self, values: Array, kind: str) -> Array:
         """Encode one value or more to `coding.value_bytes(kind, n)` uint8.
 
@@ -416,10 +468,6 @@ class Ops(Protocol[Array]):
 
     def are_scales(self, rows: Array) -> Array:
         """Whether every number of a row of [P, c] is finite and not negative, [P] bool."""
-        ...
-
-    def columns(self, rows: Array, start: int, stop: int | None) -> Array:
-        """Return columns [start, stop) of [P, count]; None as `stop`: to the end."""
         ...
 
     def pack_bits(self, codes: Array, bits: int) -> Array:
@@ -471,14 +519,6 @@ class Ops(Protocol[Array]):
         """
         ...
 
-    def matmul(self, left: Array, right: Array, shape: tuple[int, int, int]) -> Array:
-        """Multiply [m * k] by [k * n], flat and in row-major order, given (m, k, n): [m * n].
-
-        The order of additions is the library's: bits are equal if library, processor and number of
-        threads are equal.
-        """
-        ...
-
     def write_product(
         self,
         left: Array,
@@ -501,35 +541,8 @@ class Ops(Protocol[Array]):
         """candidate -= left times right, a product as in `write_product`."""
         ...
 
-    def orthonormal(self, rows: Array, count: int) -> Array:
-        """Make the rows of a flat matrix orthonormal; linearly dependent rows become 0.
-
-        Gram-Schmidt, row after row, with the same bits in every framework; see `ops.orthonormal`.
-        The result is flat and a new array; `rows` has `count` rows, at least one.
-        """
-        ...
-
-    def transposed(self, array: Array, rows: int) -> Array:
-        """Transpose a flat matrix of `rows` rows; flat, a new array."""
-        ...
-
-    def divided(self, array: Array, by: Array) -> Array:
-        """array / by, a new array; `by` has one element, or as many. 0 where `by` is 0."""
-        ...
-
     def limit(self, arrays: Sequence[Array], factors: Array) -> None:
         """Multiply each array by its factor, in place, if that is less than 1."""
-        ...
-
-    def root(self, array: Array) -> Array:
-        """Square roots of non-negative float64, a new array.
-
-        Results may be off by one unit in the last place, as in torch: round them to float32.
-        """
-        ...
-
-    def finite(self, values: Array) -> Array:
-        """Cast to float32: NaN and infinities become 0, others saturate at +-`coding.LIMIT`."""
         ...
 
     def above(self, array: Array) -> Array:
@@ -537,75 +550,6 @@ class Ops(Protocol[Array]):
 
         array: float32, not negative, at most `coding.LIMIT`.
         """
-        ...
-
-    def largest(self, array: Array, size: int) -> Array:
-        """Return the largest number of each block of a flat array without NaN."""
-        ...
-
-    def column_largest(self, rows: Array) -> Array:
-        """Return the largest number of each column of [P, count]; NaN if the column has one."""
-        ...
-
-    def sums(self, array: Array, size: int) -> Array:
-        """Return the sum of each block of a flat array of int64 or float64.
-
-        float64 are added in a fixed order: a block is cut into tiles of `coding.TILE`; the last
-        tile is padded with zeros, to a power of two if it is the only one. The second half of a
-        tile is added to the first, element by element, until one number is left. Neighbouring
-        sums are added in pairs, an odd one to 0, until one is left.
-        """
-        ...
-
-    def count_above(self, array: Array, limit: Array) -> Array:
-        """Count elements of a magnitude above `limit`, [1] of their dtype: [1] float32.
-
-        Counts above 2^24 are rounded.
-        """
-        ...
-
-    def spread(self, array: Array, size: int, count: int) -> Array:
-        """Repeat each number `size` times along the last dimension, cut off at `count`."""
-        ...
-
-    def global_index(self, index: Array, parts: int, first: int) -> Array:
-        """Indices in the tensor of a shard's elements: (i // 512 * parts + first) * 512 + i % 512.
-
-        index: int64, into the shard; the result is into its tensor.
-        """
-        ...
-
-    def shard(self, gradient: Array, parts: int, first: int) -> Array:
-        """The flat shard whose first block is `first`, of `parts` shards of a gradient.
-
-        Element i of it is element `global_index(i, parts, first)` of the gradient.
-        """
-        ...
-
-    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
-        """Write `shard(gradient, len(firsts), firsts[p])` to outs[p], cast to its dtype.
-
-        outs: arrays as long as the shards.
-        """
-        ...
-
-    def blocks(self, tensors: Sequence[Array], picks: Sequence[Pick], dtype: str) -> Array:
-        """Join samples of some tensors of any shape into a flat array, and cast it to `dtype`.
-
-        picks: for each tensor (shards, first, parts): of the shard with the block `first` among
-            `shards` shards, every block whose number is a multiple of `parts`.
-        """
-        ...
-
-    def segment_sums(self, array: Array, sizes: Sequence[int]) -> Array:
-        """Sums of consecutive stretches of a flat array, in its dtype and the library's order.
-
-        sizes: number of elements of each stretch; they add up to the array's.
-        """
-        ...
-
-    def rows(self, gathered: Array, width: int) -> int:
-        """The number of payloads of `width` bytes; in a graph it may be a tensor."""
         ...
 
     def store(self, payload: Array, at: int, part: Array) -> None:
@@ -630,10 +574,6 @@ class Ops(Protocol[Array]):
 
     def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
         """Set bit i of such a bitmap if flags[i], a result of `validate`; keep other bits."""
-        ...
-
-    def to_host(self, payload: Array) -> bytes:
-        """The bytes of a uint8 array. Waits for the device."""
         ...
 
     def validate(
@@ -681,6 +621,10 @@ class Ops(Protocol[Array]):
         """`write_scaled` of `place(values, index, n)`: zeros except at the indices."""
         ...
 
+
+class Kernels(Protocol[Array]):
+    """What a library may have kernels for; None where it has none."""
+
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
         """A kernel for buckets of this recipe on this device, or None to use these operations."""
         ...
@@ -689,16 +633,40 @@ class Ops(Protocol[Array]):
         """A kernel for `TernGrad` on this device, or None to use these operations."""
         ...
 
-    def norm(self, array: Array) -> float:
-        """Euclidean norm, summed in float64; in a graph a scalar. Waits for the device."""
-        ...
+    def tracker_kernels(
+        self, gradients: Sequence[Array], others: Sequence[Array], factors: Sequence[float] = ()
+    ) -> TrackerKernels:
+        """Kernels for these arrays.
 
-    def square(self, array: Array) -> Array:
-        """[1] float32: the sum of squares, in the library's order. Does not wait for a device.
-
-        array: array of any shape; the result is 0 if it has no elements.
+        factors: what each tensor's residual is still to be multiplied by. Empty: all are 1.
         """
         ...
+
+    def kernel_kind(self, device: str) -> str:
+        """Name what computes energies, spikes and the optimizer's momenta on a device.
+
+        Results have the same bits on ranks with the same kind, if they have the same version of the
+        framework.
+        """
+        ...
+
+    def energies_of(
+        self, arrays: Sequence[Array], arrivals: Array | None, places: tuple[Place, ...], dtype: str
+    ) -> Array:
+        """Sums of squares of samples of arrays, [n] of `dtype`, or [2 n] with arrivals.
+
+        Args:
+            arrays: of any shape, of one dtype.
+            arrivals: codes of phi of all elements, uint8; the first n sums are of elements that
+                arrive often, the others of the rest. None: all elements are of one class.
+            places: where the arrays and their samples are.
+            dtype: of the sums, float32 or float64.
+        """
+        ...
+
+
+class Ops(Arrays[Array], Packing[Array], Kernels[Array], Protocol[Array]):
+    """Array operations of one framework; see the module's docstring for the rules."""
 
 
 def sampled_energies(
@@ -735,14 +703,8 @@ class WithoutKernels:
     ) -> Any:
         return sampled_energies(self, arrays, arrivals, places, dtype)  # type: ignore[arg-type]
 
-    def lost(self, *arrays: Any) -> bool:
-        return False
-
     def kernel_kind(self, device: str) -> str:
         return "framework"
 
-    def energies(self, *arrays: Any) -> bool:
-        return False
-
-    def spikes(self, *arrays: Any) -> bool:
-        return False
+    def tracker_kernels(self, *arrays: Any) -> TrackerKernels:
+        return TrackerKernels()

@@ -34,6 +34,7 @@ from horovod_topk.ops.protocol import (
     Fused,
     Pick,
     Place,
+    TrackerKernels,
     Velocities,
     sampled_energies,
 )
@@ -157,23 +158,28 @@ class TorchOps(FactorVerbs):
         size = out.numel(), out.element_size()
         library.topkef_update_velocity(*places, *size, torch.get_num_threads())
 
-    def lost(
+    def tracker_kernels(
+        self, gradients: Sequence[Tensor], others: Sequence[Tensor], factors: Sequence[float] = ()
+    ) -> TrackerKernels:
+        ours = self._lists(others[0].device)
+        if ours is not None and not factors and ours.suit(gradients, others):
+            return TrackerKernels(ours.lost, ours.energies, ours.spikes)
+        library = self._library(others[0].device.type)
+        if library is None or any(g.dtype != others[0].dtype for g in gradients):
+            return TrackerKernels()
+        return TrackerKernels(lost=functools.partial(self._lost, library, factors))
+
+    def _lost(
         self,
+        library: native.Library,
+        factors: Sequence[float],
         gradients: Sequence[Tensor],
         residuals: tuple[Tensor, Tensor],
-        factors: Sequence[float],
         arrivals: Tensor,
         places: tuple[Place, ...],
         states: Sequence[Tensor],
-    ) -> bool:
-        ours = self._lists(arrivals.device)
-        if ours is not None and not factors and ours.suit(gradients, [*residuals, *states]):
-            ours.lost(gradients, residuals, arrivals, places, states)
-            return True
-        library = self._library(arrivals.device.type)
-        dtype = residuals[0].dtype
-        if library is None or any(g.dtype != dtype for g in gradients):
-            return False
+    ) -> None:
+        """`TrackerKernels.lost` on a CPU, also of residuals that are not rescaled yet."""
         sums = torch.empty(2 * len(places), dtype=torch.float64)
         packed = [_packed(gradient) for gradient in gradients]
         scale = native.numbers(factors) if factors else None
@@ -182,9 +188,8 @@ class TorchOps(FactorVerbs):
         given = native.addresses([gradient.data_ptr() for gradient in packed])
         library.topkef_lost(given, *arenas, *size, torch.get_num_threads(), sums.data_ptr())
         scales, fading, before, after = states
-        lost = self.transposed(sums.to(dtype) * scales, 2)
+        lost = self.transposed(sums.to(residuals[0].dtype) * scales, 2)
         after.copy_(self.finite(fading * before + lost))
-        return True
 
     def energies_of(
         self,
@@ -209,37 +214,6 @@ class TorchOps(FactorVerbs):
             return f"Triton {triton.version()}"
         kind = torch.device(device).type
         return "framework" if kind == "cpu" else kind
-
-    def energies(
-        self,
-        gradients: Sequence[Tensor],
-        arrivals: Tensor,
-        places: tuple[Place, ...],
-        states: Sequence[Tensor],
-        told: Tensor,
-        numbers: tuple[float, float, float],
-    ) -> bool:
-        ours = self._lists(arrivals.device)
-        if ours is None or not ours.suit(gradients, states):
-            return False
-        ours.energies(gradients, arrivals, places, states, told, numbers)
-        return True
-
-    def spikes(
-        self,
-        gradients: Sequence[Tensor],
-        places: tuple[Place, ...],
-        scales: Tensor,
-        gain: float,
-        means: tuple[Tensor, Tensor],
-        factors: Tensor,
-        numbers: tuple[float, float],
-    ) -> bool:
-        ours = self._lists(scales.device)
-        if ours is None or not ours.suit(gradients, [scales, factors, *means]):
-            return False
-        ours.spikes(gradients, places, scales, gain, means, factors, numbers)
-        return True
 
     def weighted(self, values: Tensor, squares: Tensor) -> Tensor:
         flat, (mantissa, one) = squares.reshape(-1), coding.FLOAT_BITS[self.dtype(values)]

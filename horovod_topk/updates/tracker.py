@@ -163,8 +163,10 @@ class Norms(_Bucket[Array]):
         tensors = [exchanged[at] for at in self._positions]
         means, factors = self._states[NORMS], self._states[FACTORS].candidate
         pair, numbers = (means.residual, means.candidate), (NORM_RATE, SPIKE)
-        found = tensors, self._places, self._scales, gain, pair, factors, numbers
-        if not self._ops.spikes(*found):
+        kernel = self._ops.tracker_kernels(tensors, [self._scales, factors, *pair]).spikes
+        if kernel is not None:
+            kernel(tensors, self._places, self._scales, gain, pair, factors, numbers)
+        else:
             self._find(tensors, gain)
             self._ops.limit(tensors, factors)
 
@@ -289,7 +291,10 @@ class Energies(_Bucket[Array]):
         each = [exchanged[at] for at in self._positions]
         pair, numbers = (energy.residual, energy.candidate), (unit / gain, ranks, LEAST)
         states = self._scales, self._fading, *pair, self._gains, factors
-        if not ops.energies(each, codes, self._places, states, message, numbers):
+        kernel = ops.tracker_kernels(each, states).energies
+        if kernel is not None:
+            kernel(each, codes, self._places, states, message, numbers)
+        else:
             dtype = self._bucket.residual_dtype
             sums: Any = ops.energies_of(each, codes, self._places, dtype)
             now: Any = ops.transposed(sums * self._scales, CLASSES)
@@ -348,7 +353,10 @@ class Energies(_Bucket[Array]):
         before, after, every = self._own.unscaled()
         factors = [every[at] for at in self._positions] if every else []
         states = self._shard_scales, self._fading, told.residual, told.candidate
-        return self._ops.lost(own, (before, after), factors, codes, self._shard_places, states)
+        kernel = self._ops.tracker_kernels(own, [before, after, *states], factors).lost
+        if kernel is not None:
+            kernel(own, (before, after), codes, self._shard_places, states)
+        return kernel is not None
 
     def _kept(self, arenas: Arenas[Array]) -> tuple[Any, Any]:
         """Sample a residual before this step, and after it."""

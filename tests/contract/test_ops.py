@@ -372,16 +372,6 @@ def test_the_largest_number_of_each_column(backend: Backend) -> None:
 
 
 @each_way
-def test_values_are_placed_and_the_rest_is_zero(backend: Backend) -> None:
-    index = backend.array(np.array([1, 2, 5]), "int64")
-    for dtype in ("float32", "float64"):
-        values = backend.array(np.array([3.0, -1.0, 2.0]), dtype)
-        placed = backend.numpy(backend.ops.place(values, index, 7))
-        assert placed.dtype == dtype
-        assert placed.tolist() == [0, 3, -1, 0, 0, 2, 0]
-
-
-@each_way
 def test_arrays_are_cast(backend: Backend) -> None:
     numbers = backend.array(np.array([2, 0, 16_777_216]), "int64")
     for dtype in ("float32", "float64"):

@@ -324,9 +324,11 @@ def test_the_kernel_finds_what_a_sample_loses(
     places = ((64, 64, numel, *pick), (64, 64, 0, *pick))
     tensors = [gradient, gradient[:0]]
     states = [torch.ones(4, dtype=kind), *(torch.zeros(4, dtype=kind) for _ in range(3))]
-    assert ops.lost(tensors, (kept, rest), [0.5, 1.0], codes, places, states)
-    found = states[3].clone()
-    assert ops.lost(tensors, (kept * 0.5, rest), [], codes, places, states)
+    for residual, factors in ((kept, [0.5, 1.0]), (kept * 0.5, [])):
+        found = states[3].clone()
+        kernel = ops.tracker_kernels(tensors, [residual, rest, *states], factors).lost
+        assert kernel is not None
+        kernel(tensors, (residual, rest), codes, places, states)
     assert torch.equal(found, states[3])
     assert found[2:].tolist() == [0.0, 0.0]
     g, q = (ops.blocks([each], [(shards, first, parts)], dtype) for each in (gradient, arrivals))

@@ -39,7 +39,7 @@ def lost(
     places: tuple[Place, ...],
     states: Sequence[Tensor],
 ) -> None:
-    """Compute the energy that error feedback takes from gradients, as `Ops.lost` does.
+    """Compute the energy that error feedback takes from gradients: `TrackerKernels`.
 
     Residuals are not rescaled in this step: there are no factors.
     """
@@ -58,7 +58,7 @@ def energies(
     told: Tensor,
     numbers: tuple[float, float, float],
 ) -> None:
-    """Compute energies of exchanged gradients and Adam's factors, as `Ops.energies` does."""
+    """Compute energies of exchanged gradients and Adam's factors: `TrackerKernels`."""
     table, flat = _places(places, arrivals.device), [*map(packed, gradients)]
     *sums, gains, factors = states
     factor, ranks, least = numbers
@@ -80,7 +80,7 @@ def spikes(
     factors: Tensor,
     numbers: tuple[float, float],
 ) -> None:
-    """Compute mean norms of exchanged gradients, and limit sudden ones, as `Ops.spikes` does."""
+    """Compute mean norms of exchanged gradients, and limit sudden ones: `TrackerKernels`."""
     table, flat = _places(places, scales.device), [*map(packed, gradients)]
     rate, spike = numbers
     large = _layout(tuple(g.numel() if g.numel() > SMALL else 0 for g in flat), scales.device)

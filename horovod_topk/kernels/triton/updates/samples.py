@@ -106,7 +106,7 @@ def lost(
     before: tl.tensor,
     after: tl.tensor,
 ) -> None:
-    """Compute each tensor's D' of both classes, once gradients are encoded: `Ops.lost`."""
+    """Compute each tensor's D' of both classes, once gradients are encoded: `TrackerKernels`."""
     t = tl.program_id(0)
     often, rarely = summed(table, t, gradients, residual, candidate, arrivals, 1.0, True)
     scale = tl.load(scales + t)
@@ -163,7 +163,7 @@ def energies(
     unit: tl.tensor,
     least: tl.tensor,
 ) -> None:
-    """Compute each tensor's E' and c of both classes, after the exchange: `Ops.energies`.
+    """Compute each tensor's E' and c of both classes, after the exchange: `TrackerKernels`.
 
     told: D' of each of `ranks` payloads, every `width` numbers; factor: of gradients; by_ranks: 1 /
     2R; unit: 1 / ranks; least: the least c^2, less 1.
@@ -216,7 +216,7 @@ def spikes(
     slowly: tl.tensor,
     spike: tl.tensor,
 ) -> None:
-    """Compute each tensor's mean norm, and limit a sudden norm by a factor: `Ops.spikes`.
+    """Compute each tensor's mean norm, and limit a sudden norm by a factor: `TrackerKernels`.
 
     Larger tensors than `SMALL` are left to `limit`, which has many programs for each.
 
