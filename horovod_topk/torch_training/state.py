@@ -124,7 +124,8 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         advice: tuple[str, ...] = ()
         if rule is None:
             advice = settings.advise(optimizer, config, is_auto="momentum" in deferred)
-        plan = plan_of(optimizer, names, config, reduction, groups).under(config, rule)
+        plan = plan_of(optimizer, names, config, reduction, groups)
+        plan = plan.under(plan.config, rule)  # whose rules for ratios are applied
         preprocessing = Preprocessing.of(scaler, plan, optimizer)
         ops, prefix = TorchOps(), config.name or f"topkef.{plan.digest.hex()}"
         ordinal = _free_ordinal(prefix)
