@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 
-from horovod_topk.cli.models import MODELS, elements, specs_of
+from horovod_topk.cli.models import elements, specs_of
 from horovod_topk.cli.options import (
-    add_compressors,
-    add_device,
-    add_model,
-    add_optimizer,
-    add_selection,
-    check_ranks,
     follows_of,
     method_of,
     optimizer_of,
-    whole,
+    parse_ratios,
+    shared,
     with_optimizer,
 )
-from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import EXCHANGES, RESIDUALS
 from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.exchange.selection import fewest
@@ -30,7 +23,6 @@ from horovod_topk.core.run.stats import planned_bytes
 from horovod_topk.core.run.substitute import Substitute, parse
 from horovod_topk.cost.quantities import count
 from horovod_topk.cost.traffic import Busiest, Ranks, cheapest, nodes_of
-from horovod_topk.errors import TopKError
 from horovod_topk.methods.topk import VALUES, TopK
 
 DESCRIPTION = (
@@ -43,36 +35,26 @@ DESCRIPTION = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add = parser.add_argument
-    add_model(parser, MODELS)
-    add_device(parser)
-    add_selection(parser)
-    add_optimizer(parser)
-    add_ratios(parser)
-    add_compressors(parser)
-    add("--ranks", type=whole, default=8, help="ranks, 2 or more (default: %(default)s)")
-    add(
-        "--local-size",
-        type=whole,
-        default=1,
-        metavar="RANKS",
-        help="ranks on each node (default: %(default)s)",
-    )
+OPTIONS = shared(
+    "--model",
+    "--device",
+    "--ratio",
+    "--gather-ratio",
+    "--min-numel",
+    "--optimizer",
+    "--ratios",
+    "--compressor",
+    "--ranks",
+    "--local-size",
+)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table; return 2 if the options allow none."""
-    try:
-        specs = specs_of(args.model, args.device)
-        check_ranks(args.ranks, args.local_size)
-        plans = {values: _plan(args, specs, values) for values in VALUES}
-        rows = list(table(args, plans))
-        others = [_other(args, specs, parse(text)) for text in args.compressor]
-    except (ValueError, TopKError) as error:
-        print(f"horovod-topk bytes: {error}", file=sys.stderr)
-        return 2
+    """Print the table."""
+    specs = specs_of(args.model, args.device)
+    plans = {values: _plan(args, specs, values) for values in VALUES}
+    rows = list(table(args, plans))
+    others = [_other(args, specs, parse(text)) for text in args.compressor]
     dense = ring_allreduce_bytes(4 * elements(specs), args.ranks)
     nodes = nodes_of(args.ranks, args.local_size)
     print(f"{elements(specs):,} float32 in {count(len(specs), 'tensor')}, ", end="")

@@ -1,18 +1,20 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the types of options' values."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
+from horovod_topk.cli.models import MODELS
 from horovod_topk.config import fields_of
 from horovod_topk.core.run.substitute import Substitute
 from horovod_topk.cost.machine import DEVICES
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.methods.topk import TopK
+from horovod_topk.ratios import DENSE, Rules, checked_rules
 from horovod_topk.updates.tracker import Rule
 
 MOST_RANKS = 16_384  # more than the largest jobs have
@@ -23,14 +25,18 @@ PLAIN = "none"  # value of `--optimizer` for plain error feedback
 
 _OPTION = re.compile(r"--[a-z][a-z-]*")
 _NEGATIVE = re.compile(r"-[\d.]")
+_OF_VALUE = re.compile(r"argument ([^:]+): (?=['\d.-]|nan|inf)")  # errors of `whole` and the like
+Value = TypeVar("Value")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line on stderr, without the usage; exit status 2."""
+    """A parser whose errors are a ValueError of one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and end the process."""
-        self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` lists the options\n")
+        """Raise the error, which names the option and its value, or where options are listed."""
+        if found := _OF_VALUE.match(message):
+            raise ValueError(f"{found[1]} {message[found.end() :]}")
+        raise ValueError(f"{message}. `{self.prog} --help` lists the options")
 
 
 def joined(arguments: Iterable[str]) -> list[str]:
@@ -55,101 +61,146 @@ def behind_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:place], arguments[place + 1 :]
 
 
-def whole(text: str) -> int:
-    """Parse a whole number, for argparse.
+# Types of values, for argparse
 
-    Raises:
-        ArgumentTypeError: it is not one.
+
+def quantity(read: Callable[[str], Value]) -> Callable[[str], Value]:
+    """A type of option from a function that raises ValueError."""
+
+    def parse(text: str) -> Value:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+def whole(
+    least: float = -math.inf, most: float = math.inf, unit: str = "", below: str = ""
+) -> Callable[[str], int]:
+    """A type of option: a whole number within limits; see `outside`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a whole number such as 8") from None
+        if problem := outside(value, least, most, unit, below):
+            raise ValueError(problem)
+        return value
+
+    return quantity(read)
+
+
+def number(least: float = -math.inf, most: float = math.inf, wanted: str = "") -> Any:
+    """A type of option: a number within limits, which `wanted` names."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number such as 0.01") from None
+        if wanted and not least <= value <= most:
+            raise ValueError(f"{value:g}: give {wanted}")
+        return value
+
+    return quantity(read)
+
+
+def outside(value: int, least: float, most: float, unit: str = "", below: str = "") -> str:
+    """The value, and what to give instead, if it lies outside its limits; empty: it does not.
+
+    Args:
+        value: a whole number.
+        least, most: its limits.
+        unit: what it counts, with a space before it.
+        below: why a smaller number is refused.
     """
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 8") from None
+    text = str(value)
+    shown = text if len(text) < 40 else f"{text[:20]}... ({len(text)} digits)"
+    if value < least:
+        return f"{shown}: give {least:,} or more{unit}{below}"
+    return f"{shown}: give {most:,}{unit} at most" if value > most else ""
 
 
-def number(text: str) -> float:
-    """Parse a number, for argparse.
+# Options
 
-    Raises:
-        ArgumentTypeError: it is not one.
-    """
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 0.01") from None
-
-
-def given(read: Callable[[str], float], option: str, text: str | None) -> float | None:
-    """Parse the value of an option; None if the option is missing.
-
-    Raises:
-        ValueError: the value is not valid; names the option.
-    """
-    if text is None:
-        return None
-    try:
-        return read(text)
-    except ValueError as error:
-        raise ValueError(f"{option} {error}") from error
-
-
-def add_model(parser: argparse.ArgumentParser, models: Iterable[str]) -> None:
-    """Add the option `--model`."""
-    parser.add_argument(
-        "--model",
-        default="resnet50",
-        help=f"gradients' shapes: {', '.join(models)}, or a JSON file such as "
+Options = Mapping[str, Mapping[str, Any]]  # arguments of `add_argument` by option
+SHARED: Options = {
+    "--model": {
+        "default": "resnet50",
+        "help": f"gradients' shapes: {', '.join(MODELS)}, or a JSON file such as "
         '{"weight": [300, 400], "bias": [400]} (default: %(default)s)',
-    )
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--device`."""
-    parser.add_argument(
-        "--device",
-        choices=DEVICES,
-        default="cpu",
-        help="where the gradients are; it decides the format of indices: packed on a CPU, plain "
+    },
+    "--device": {
+        "choices": DEVICES,
+        "default": "cpu",
+        "help": "where the gradients are; it decides the format of indices: packed on a CPU, plain "
         "(16 or 32 bits each) on a GPU (default: %(default)s)",
-    )
-
-
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select which elements are sent, except `--ratios`."""
-    add = parser.add_argument
-    add(
-        "--ratio",
-        type=number,
-        default=TopK.ratio,
-        help="share of each tensor's elements that a rank sends, above 0 and at most 1 "
+    },
+    "--ranks": {
+        "type": whole(2, MOST_RANKS, below="; one rank exchanges nothing"),
+        "default": 8,
+        "help": "ranks, 2 or more (default: %(default)s)",
+    },
+    "--local-size": {
+        "type": whole(1, MOST_LOCAL, " ranks a node"),
+        "default": 1,
+        "metavar": "RANKS",
+        "help": "ranks on each node (default: %(default)s)",
+    },
+    "--ratio": {
+        "type": number(),
+        "default": TopK.ratio,
+        "help": "share of each tensor's elements that a rank sends, above 0 and at most 1 "
         "(default: %(default)s)",
-    )
-    add(
-        "--gather-ratio",
-        type=number,
-        default=None,
-        metavar="RATIO",
-        help="exchange 'sharded': share of its elements that an owner sends to all ranks "
+    },
+    "--gather-ratio": {
+        "type": number(),
+        "metavar": "RATIO",
+        "help": "exchange 'sharded': share of its elements that an owner sends to all ranks "
         "(default: the value of --ratio)",
-    )
-    add(
-        "--min-numel",
-        type=whole,
-        default=TopK.min_numel,
-        metavar="ELEMENTS",
-        help="tensors with fewer elements are sent dense (default: %(default)s)",
-    )
+    },
+    "--min-numel": {
+        "type": whole(),
+        "default": TopK.min_numel,
+        "metavar": "ELEMENTS",
+        "help": "tensors with fewer elements are sent dense (default: %(default)s)",
+    },
+    "--ratios": {
+        "nargs": "+",
+        "default": (),
+        "metavar": "PATTERN=RATIO",
+        "help": "ratios for the tensors whose names match a pattern, as in 'head.*=dense'; the "
+        "first match is used. The tensors of known models are named 0, 1, 2 and so on, from the "
+        "input to the output (default: none)",
+    },
+    "--optimizer": {  # `optimizer_of` takes the parsed value
+        "choices": (*OPTIMIZERS, PLAIN),
+        "help": "optimizer of the training: TopKEF() adapts the steps of sgd (with momentum) and "
+        f"adam (also AdamW); {PLAIN}: plain error feedback, as with momentum=0 and other "
+        f"optimizers (default: {SGD})",
+    },
+    "--compressor": {  # `method_of` takes the parsed values
+        "action": "append",
+        "default": [],
+        "metavar": "CALL",
+        "help": "add a row for another compressor, such as 'QSGD(bits=2)' or PowerSGD; may be "
+        "given several times (default: none)",
+    },
+}
 
 
-def add_optimizer(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--optimizer`; `optimizer_of` takes the parsed value."""
-    parser.add_argument(
-        "--optimizer",
-        choices=(*OPTIMIZERS, PLAIN),
-        help="optimizer of the training: TopKEF() adapts the steps of sgd (with momentum) and adam "
-        f"(also AdamW); {PLAIN}: plain error feedback, as with momentum=0 and other optimizers "
-        f"(default: {SGD})",
-    )
+def shared(*names: str) -> Options:
+    """Options that several commands have."""
+    return {name: SHARED[name] for name in names}
+
+
+def add(parser: argparse.ArgumentParser, options: Options) -> None:
+    """Add options; an option's flags have a space between them."""
+    for flags, settings in options.items():
+        parser.add_argument(*flags.split(), **settings)
 
 
 def optimizer_of(asked: str | None) -> str | None:
@@ -167,58 +218,6 @@ def with_optimizer(optimizer: str | None) -> str:
     return f"with {OPTIMIZERS[optimizer]}" if optimizer else "with plain error feedback"
 
 
-def check_ranks(ranks: int, local_size: int) -> None:
-    """Check the options `--ranks` and `--local-size`.
-
-    Raises:
-        ValueError: there are too few or too many.
-    """
-    if ranks < 2:
-        raise ValueError(f"--ranks {ranks}: give 2 or more; one rank exchanges nothing")
-    check_whole("--ranks", ranks, 2, MOST_RANKS)
-    check_whole("--local-size", local_size, 1, MOST_LOCAL, " ranks a node")
-
-
-def check_whole(option: str, value: int, least: int, most: int, unit: str = "") -> None:
-    """Check that an option's whole number lies within limits.
-
-    Raises:
-        ValueError: it does not; names the option, the value and the limit.
-    """
-    if value < least:
-        raise ValueError(f"{option} {_short(value)}: give {least:,} or more{unit}")
-    if value > most:
-        raise ValueError(f"{option} {_short(value)}: give {most:,}{unit} at most")
-
-
-def check_positive(option: str, value: float | None, most: float = math.inf) -> None:
-    """Check that an option's number, if given, is finite, above 0 and not above a limit.
-
-    Raises:
-        ValueError: it is not; names the option, the value and the limit.
-    """
-    if value is not None and not (0 < value <= most and math.isfinite(value)):
-        limit = "" if math.isinf(most) else f" and {most:,.0f} at most"
-        raise ValueError(f"{option} {value:g}: give a number above 0{limit}")
-
-
-def _short(value: int) -> str:
-    text = str(value)
-    return text if len(text) < 40 else f"{text[:20]}... ({len(text)} digits)"
-
-
-def add_compressors(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--compressor`; `method_of` takes the parsed values."""
-    parser.add_argument(
-        "--compressor",
-        action="append",
-        default=[],
-        metavar="CALL",
-        help="add a row for another compressor, such as 'QSGD(bits=2)' or PowerSGD; may be given "
-        "several times (default: none)",
-    )
-
-
 def method_of(asked: Substitute) -> Method:
     """The method and settings of a compressor from `--compressor`.
 
@@ -230,3 +229,23 @@ def method_of(asked: Substitute) -> Method:
     method = METHODS[asked.name]
     settings = {**method.for_training, **asked.settings}
     return method(**fields_of(method, settings, asked.name)[0])
+
+
+def parse_ratios(given: Iterable[str]) -> Rules | None:
+    """Parse values of `--ratios` to rules.
+
+    Raises:
+        ValueError: a value is not PATTERN=RATIO.
+        ConfigError: TopKEF does not accept a ratio.
+    """
+    return checked_rules([_rule(text) for text in given])
+
+
+def _rule(text: str) -> tuple[str, float | str]:
+    pattern, equals, ratio = text.rpartition("=")
+    try:
+        if pattern and equals:
+            return pattern, ratio if ratio == DENSE else float(ratio)
+    except ValueError:
+        pass
+    raise ValueError(f"--ratios {text}: write PATTERN=RATIO, as in 'head.*=dense' or '*=0.1'")

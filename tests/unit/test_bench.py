@@ -185,7 +185,7 @@ def test_a_method_that_is_none(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rounds", "0"], "--rounds 0: a median needs at least 1"),
+        (["--rounds", "0"], "--rounds 0: give 1 or more"),
         (["--idle-parameters", "-1"], "--idle-parameters -1: give 0 or more"),
         (["--idle-parameters", "1", "--methods", "powersgd"], "1 with powersgd: torch's ranks"),
         (["--compute", "gpu:1"], "'gpu:1': write sleep:0.2 or cpu:0.2"),

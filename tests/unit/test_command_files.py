@@ -173,7 +173,7 @@ def test_results_of_a_bench(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rounds", "0"], "--rounds 0: a median needs at least 1"),
+        (["--rounds", "0"], "--rounds 0: give 1 or more"),
         (["--rounds", "100001"], "--rounds 100001: give 100,000 at most"),
         (["--idle-parameters", "-1", "--methods", "topk"], "--idle-parameters -1: give 0 or more"),
         (["--idle-parameters", "10001", "--methods", "topk"], "10001: give 10,000 at most"),

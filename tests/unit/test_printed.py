@@ -12,7 +12,7 @@ import pytest
 
 import printed
 from horovod_topk import cli
-from horovod_topk.cli.options import Parser, behind_dashes, joined
+from horovod_topk.cli.options import Parser, add, behind_dashes, joined
 
 
 @pytest.mark.parametrize("page", printed.PAGES, ids=lambda page: page.name)
@@ -56,7 +56,7 @@ def test_commands_take_the_options_that_pages_give_them() -> None:
     assert len(commands()) > 12
     for name, *words in commands():
         parser = Parser()
-        cli.COMMANDS[name].add_arguments(parser)
+        add(parser, cli.COMMANDS[name].OPTIONS)
         given = behind_dashes(words)[0] if name == "compare" else words
         parser.parse_args(joined(given))
 

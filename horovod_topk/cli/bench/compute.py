@@ -16,6 +16,7 @@ class Compute:
 
     kind: str  # SLEEP or CPU
     seconds: float  # per step, divided evenly among its matrices
+    text: str = ""  # as the user wrote it
 
     @classmethod
     def of(cls, text: str) -> Compute:
@@ -26,13 +27,11 @@ class Compute:
         """
         kind, _, seconds = text.partition(":")
         try:
-            found = cls(kind, float(seconds))
+            found = cls(kind, float(seconds), text)
         except ValueError:
             found = cls("", 0.0)
         if found.kind not in (SLEEP, CPU) or not 0 <= found.seconds < 3600:
-            raise ValueError(
-                f"--compute {text!r}: write sleep:0.2 or cpu:0.2, in seconds a step, below 3600"
-            )
+            raise ValueError(f"{text!r}: write sleep:0.2 or cpu:0.2, in seconds a step, below 3600")
         return found
 
     def work(self, share: float) -> None:

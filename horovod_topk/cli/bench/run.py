@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from horovod_topk.cli.bench import group, nic
-from horovod_topk.cli.bench.compute import Compute
 from horovod_topk.cli.bench.figures import Result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.measure import Taken, race
@@ -43,8 +42,6 @@ def main(
     args: argparse.Namespace,
     specs: list[TensorSpec],
     methods: Sequence[Method],
-    compute: Compute | None,
-    rate: int | None,
     beside: Sequence[Result] = (),
 ) -> int:
     """Measure, on every rank; return the exit status.
@@ -76,12 +73,12 @@ def main(
     counted = None if alone else interface
     if args.script is None:
         shapes = [spec.shape for spec in specs]
-        taken = _of_shapes(ranks, args, specs, everyone, compute, interface, counted)
+        taken = _of_shapes(ranks, args, specs, everyone, interface, counted)
     else:
         taken, shapes = _of_script(ranks, args, everyone, counted)
     if ranks.rank == 0:
         found = _result(args, ranks, shapes, everyone, taken)
-        found["rate"] = rate or (nic.bandwidth_of(interface) if interface else None)
+        found["rate"] = args.rate or (nic.bandwidth_of(interface) if interface else None)
         found["optimizer"] = SCRIPT if args.script else optimizer_of(args.optimizer)
         found["counter"] = counted and nic.counter(counted)
         _report(args, found, beside)
@@ -123,7 +120,6 @@ def _of_shapes(
     args: argparse.Namespace,
     specs: list[TensorSpec],
     methods: Sequence[Method],
-    compute: Compute | None,
     interface: str | None,
     counted: str | None,
 ) -> dict[str, Taken]:
@@ -134,7 +130,7 @@ def _of_shapes(
             stack.enter_context(ranks.process_group(interface))
         runners = {}
         for ordinal, method in enumerate(methods):
-            model = GivenGradients(shared, ranks.rank, compute, args.idle_parameters)
+            model = GivenGradients(shared, ranks.rank, args.compute, args.idle_parameters)
             optimizer = optimizer_of(args.optimizer)
             runners[method.name] = build(method, model, ordinal, optimizer)
         taken = race(ranks, runners, args.rounds, counted)
@@ -163,7 +159,7 @@ def _asked(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     return {
         "model": args.model if args.script is None else args.script.name,
         "ranks": ranks.size,
-        "compute": args.compute,
+        "compute": args.compute and args.compute.text,
     }
 
 

@@ -23,8 +23,7 @@ from horovod_topk.cli.compare.settings import (
     seeds_of,
 )
 from horovod_topk.cli.files import check_picture, check_writable
-from horovod_topk.cli.options import number, whole
-from horovod_topk.errors import TopKError
+from horovod_topk.cli.options import Options, number, whole
 
 DESCRIPTION = (
     "Train a script with several compressors and say which is worth it. The script passes one of "
@@ -33,87 +32,88 @@ DESCRIPTION = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add = parser.add_argument
-    add("script", type=Path, help="training script, or a TOML file that says what to compare")
-    _add_what(parser)
-    _add_where(parser)
-    add("--json", type=Path, metavar="FILE", help="write figures and verdicts to this file")
-    add("--picture", type=Path, metavar="FILE", help="draw quality against steps, time and bytes")
-    add(
-        "--out",
-        type=Path,
-        metavar="PATH",
-        help="keep runs in this folder, or in this file if it ends in .jsonl (default: "
-        "compare-SCRIPT)",
-    )
-    add("--retry", action="store_true", help="run again what failed, diverged or was cut off")
-    add("--no-runs", action="store_true", help="run nothing: report what has been run")
-
-
-def _add_what(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--compressors",
-        nargs="+",
-        default=(),
-        metavar="COMPRESSOR",
-        help="such as 'TopKEF(ratio=0.01)' or 'mine=TopKEF(values=\"int8\")'; dense float32 and "
+OPTIONS: Options = {
+    "script": {
+        "type": Path,
+        "help": "training script, or a TOML file that says what to compare",
+    },
+    "--compressors": {
+        "nargs": "+",
+        "default": (),
+        "metavar": "COMPRESSOR",
+        "help": "such as 'TopKEF(ratio=0.01)' or 'mine=TopKEF(values=\"int8\")'; dense float32 and "
         "fp16 of Horovod are always compared (default: TopKEF())",
-    )
-    add(
-        "--seeds",
-        nargs="+",
-        type=whole,
-        metavar="SEED",
-        help=f"how many seeds, or two or more of them (default: {SEEDS})",
-    )
-    add("--seed-argument", metavar="NAME", help="the script's option for its seed: seed for --seed")
-    add("--metric", help="what counts: a reported name, with :higher or :lower where not known")
-    add("--target", type=number, metavar="QUALITY", help="quality whose time and bytes are shown")
-    add("--budget", type=number, metavar="SECONDS", help="time at which quality is compared")
-
-
-def _add_where(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--ranks", "-np", type=whole, metavar="COUNT", help="processes (default: 2)")
-    add("--hosts", "-H", metavar="HOST:SLOTS,...", help="hosts, as horovodrun takes them")
-    add("--network", metavar="RATE", help="emulate one host a rank with such links, as 100mbit")
-    add(
-        "--simulated",
-        action="store_true",
-        help="simulated ranks, for quality alone; the script has a function workload(**options)",
-    )
-    add("--jobs", type=whole, help="processes that train simulated ranks (default: 1)")
-    add("--mpi", action="store_true", help="run over MPI and not over Gloo")
-    add("--torchrun", action="store_true", help="run a script with DDP by torchrun")
-    add(
-        "--limit",
-        type=number,
-        metavar="SECONDS",
-        help="end a run that takes longer (default: 3600)",
-    )
+    },
+    "--seeds": {
+        "nargs": "+",
+        "type": whole(),
+        "metavar": "SEED",
+        "help": f"how many seeds, or two or more of them (default: {SEEDS})",
+    },
+    "--seed-argument": {
+        "metavar": "NAME",
+        "help": "the script's option for its seed: seed for --seed",
+    },
+    "--metric": {"help": "what counts: a reported name, with :higher or :lower where not known"},
+    "--target": {
+        "type": number(),
+        "metavar": "QUALITY",
+        "help": "quality whose time and bytes are shown",
+    },
+    "--budget": {
+        "type": number(),
+        "metavar": "SECONDS",
+        "help": "time at which quality is compared",
+    },
+    "--ranks -np": {"type": whole(), "metavar": "COUNT", "help": "processes (default: 2)"},
+    "--hosts -H": {"metavar": "HOST:SLOTS,...", "help": "hosts, as horovodrun takes them"},
+    "--network": {
+        "metavar": "RATE",
+        "help": "emulate one host a rank with such links, as 100mbit",
+    },
+    "--simulated": {
+        "action": "store_true",
+        "help": "simulated ranks, for quality alone; the script has a function workload(**options)",
+    },
+    "--jobs": {"type": whole(), "help": "processes that train simulated ranks (default: 1)"},
+    "--mpi": {"action": "store_true", "help": "run over MPI and not over Gloo"},
+    "--torchrun": {"action": "store_true", "help": "run a script with DDP by torchrun"},
+    "--limit": {
+        "type": number(),
+        "metavar": "SECONDS",
+        "help": "end a run that takes longer (default: 3600)",
+    },
+    "--json": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "write figures and verdicts to this file",
+    },
+    "--picture": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "draw quality against steps, time and bytes",
+    },
+    "--out": {
+        "type": Path,
+        "metavar": "PATH",
+        "help": "keep runs in this folder, or in this file if it ends in .jsonl (default: "
+        "compare-SCRIPT)",
+    },
+    "--retry": {"action": "store_true", "help": "run again what failed, diverged or was cut off"},
+    "--no-runs": {"action": "store_true", "help": "run nothing: report what has been run"},
+}
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run all missing runs, and report; return 2 if the options or this machine do not allow it."""
+    """Run all missing runs, and report."""
+    every = settings_of(args)
+    if args.json is not None:
+        check_writable("--json", args.json)
+    if args.picture is not None:
+        check_picture(args.picture)
+    session = importlib.import_module("horovod_topk.cli.compare.session")  # needs the extra
     try:
-        every = settings_of(args)
-        for option in ("json", "picture"):
-            if (path := getattr(args, option)) is not None:
-                (check_picture if option == "picture" else lambda p: check_writable("--json", p))(
-                    path
-                )
-        session = importlib.import_module("horovod_topk.cli.compare.session")  # needs the extra
         status: int = session.main(every, args)
-    except (ValueError, TopKError) as error:
-        print(f"horovod-topk compare: {error}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        cure = "Install it with pip install -e '.[compare]', from the project's checkout"
-        print(f"horovod-topk compare: {error}. {cure}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted: the same command goes on with the runs that are left", file=sys.stderr)
         return 130

@@ -14,7 +14,7 @@ from typing import Any
 
 from horovod_topk.cli.compare.curves import Metric
 from horovod_topk.cli.compare.records import Cell
-from horovod_topk.cli.options import MOST_RANKS, check_positive, check_whole, given
+from horovod_topk.cli.options import MOST_RANKS, outside
 from horovod_topk.config import reject_unknown
 from horovod_topk.core.run.substitute import HOROVODS, parse
 from horovod_topk.cost.quantities import bits_per_second, is_number
@@ -274,7 +274,7 @@ def seeds_of(given: int | Sequence[int]) -> tuple[int, ...]:
         ValueError: there are too many.
     """
     if isinstance(given, int):
-        check_whole("--seeds", given, -MOST_SEEDS, MOST_SEEDS)
+        _check_whole("--seeds", given, -MOST_SEEDS, MOST_SEEDS)
     return tuple(range(given)) if isinstance(given, int) else tuple(given)
 
 
@@ -327,19 +327,32 @@ def _check_numbers(settings: Settings) -> None:
     Raises:
         ValueError: one does not; names the option, the value and the limit.
     """
-    check_whole("--ranks", settings.ranks, 2, MOST_RANKS)
-    check_whole("--jobs", settings.jobs, 1, MOST_JOBS)
-    check_positive("--limit", settings.limit_seconds, MOST_SECONDS)
-    check_positive("--budget", settings.budget, MOST_SECONDS)
+    _check_whole("--ranks", settings.ranks, 2, MOST_RANKS)
+    _check_whole("--jobs", settings.jobs, 1, MOST_JOBS)
+    _check_positive("--limit", settings.limit_seconds)
+    _check_positive("--budget", settings.budget)
     if settings.target is not None and not is_number(settings.target):
         raise ValueError(f"--target {settings.target:g}: give a finite number")
     for seed in settings.seeds:
-        check_whole("--seeds", seed, 0, LARGEST_SEED)
+        _check_whole("--seeds", seed, 0, LARGEST_SEED)
     for option in ("hosts", "metric", "seed_argument"):
         if getattr(settings, option) == "":
             raise ValueError(f"--{option.replace('_', '-')} '': name one, or leave it out")
     if settings.network is not None:
-        given(bits_per_second, "--network", settings.network)
+        try:
+            bits_per_second(settings.network)
+        except ValueError as error:
+            raise ValueError(f"--network {error}") from error
+
+
+def _check_whole(option: str, value: int, least: int, most: int) -> None:
+    if problem := outside(value, least, most):
+        raise ValueError(f"{option} {problem}")
+
+
+def _check_positive(option: str, value: float | None) -> None:
+    if value is not None and not 0 < value <= MOST_SECONDS:
+        raise ValueError(f"{option} {value:g}: give a number above 0 and {MOST_SECONDS:,} at most")
 
 
 __all__ = ["BASELINES", "HOROVODS", "Settings", "checked", "metric_of", "named", "of_file"]

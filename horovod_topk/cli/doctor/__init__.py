@@ -9,6 +9,7 @@ import os
 from horovod_topk import __version__
 from horovod_topk.cli.doctor import exchange, kernels, software, system
 from horovod_topk.cli.doctor.finding import Finding, is_installed
+from horovod_topk.cli.options import Options
 
 DESCRIPTION = (
     "Print what is installed, what is wrong, and how to cure it. It looks at Horovod and the "
@@ -17,13 +18,12 @@ DESCRIPTION = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "--no-exchange",
-        action="store_true",
-        help="do not start the two ranks (default: start them)",
-    )
+OPTIONS: Options = {
+    "--no-exchange": {
+        "action": "store_true",
+        "help": "do not start the two ranks (default: start them)",
+    },
+}
 
 
 def main(args: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from horovod_topk.cost import machine as machines
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.strategies import Strategy, all_strategies, of_method
 from horovod_topk.cost.verdict import judge, rows
-from horovod_topk.errors import TopKError
 from horovod_topk.methods import METHODS
 
 DESCRIPTION = (
@@ -27,47 +25,39 @@ DESCRIPTION = (
     "exchange of TopKEF, and say whether to compress. Formulas and their errors: docs/plan.md. "
     "--compressor adds a row for any other method."
 )
-add_arguments = arguments.add_arguments
+OPTIONS = arguments.OPTIONS
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table and the verdict, on one rank; return 2 if the options allow none."""
-    try:
-        return _main(args)
-    except (ValueError, TopKError, measure.CannotMeasureError) as error:
-        print(f"horovod-topk plan: {error}", file=sys.stderr)
-        return 2
-
-
-def _main(args: argparse.Namespace) -> int:
+    """Print the table and the verdict, on one rank."""
     asked = arguments.check(args)
     if args.picture:
-        check_picture(Path(args.picture))
+        check_picture(args.picture)
     if args.measure:
         if args.machine:
-            check_writable("--machine", Path(args.machine))
+            check_writable("--machine", args.machine)
         place = measure.measure(asked)
         if place is None:  # another rank prints
             return 0
         asked, machine = asked.on(place), place.machine
         if args.machine:
-            _keep(machine, Path(args.machine))
+            _keep(machine, args.machine)
     else:
         machine = asked.machine(_read(args.machine))
-    _print(args, asked, machine)
+    _print(asked, machine)
     return 0
 
 
-def _read(path: str | None) -> Machine:
+def _read(path: Path | None) -> Machine:
     if path is None:
         return machines.read(machines.REFERENCE)
-    if not Path(path).exists():
+    if not path.exists():
         raise ValueError(
             f"--machine {path}: there is no such file. `horovodrun -np 2 horovod-topk plan "
             f"--compute TIME --measure --machine {path}` writes it"
         )
     try:
-        return machines.read(Path(path))
+        return machines.read(path)
     except ValueError as error:
         raise ValueError(f"--machine {error}") from error
 
@@ -103,13 +93,14 @@ def _others(asked: arguments.Asked) -> list[Strategy]:
     return found
 
 
-def _print(args: argparse.Namespace, asked: arguments.Asked, machine: Machine) -> None:
+def _print(asked: arguments.Asked, machine: Machine) -> None:
+    args = asked.args
     strategies = all_strategies(
         asked.specs,
         asked.nodes,
         asked.config,
-        rank=asked.rank,
-        values=asked.values,
+        rank=args.powersgd,
+        values=args.values,
         follows=asked.follows,
     )
     strategies += _others(asked)
@@ -126,4 +117,4 @@ def _print(args: argparse.Namespace, asked: arguments.Asked, machine: Machine) -
     else:
         print("\n".join(table.lines(asked, machine, found, verdict)))
     if args.picture:
-        picture.draw(Path(args.picture), asked, machine, strategies)
+        picture.draw(args.picture, asked, machine, strategies)

@@ -5,32 +5,29 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from horovod_topk.cli.models import MODELS, specs_of
+from horovod_topk.cli.models import specs_of
 from horovod_topk.cli.options import (
     MOST_RANKS,
     PLAIN,
-    add_compressors,
-    add_device,
-    add_model,
-    add_optimizer,
-    add_selection,
-    check_positive,
-    check_ranks,
-    check_whole,
+    SHARED,
+    Options,
     follows_of,
-    given,
     method_of,
     number,
     optimizer_of,
+    parse_ratios,
+    quantity,
+    shared,
     whole,
     with_optimizer,
 )
-from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.run.substitute import parse
-from horovod_topk.cost.machine import Machine, Network
+from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.quantities import bits_per_second, seconds
 from horovod_topk.cost.step import FORWARD, Training
 from horovod_topk.cost.traffic import nodes_of
@@ -41,7 +38,117 @@ from horovod_topk.updates.tracker import Rule
 
 MOMENTUM = 0.9  # the time does not depend on its value
 MOST_POWERSGD = 65_536  # rank of PowerSGD's matrices
-FEWEST_CORES, MOST_CORES = 0.01, 1e6  # a container may have a share of a core
+CONSTANTS = ("bandwidth", "latency", "overhead", "local_bandwidth")  # options: of a `Network`
+OF_THE_JOB = "(default: %(default)s; with --measure: those of the job)"
+OF_THE_FILE = "(default: that of the machine file, {} without one; with --measure: measured)"
+
+
+def above_0(text: str) -> float:
+    """Parse a time that is not 0."""
+    found = seconds(text)
+    if not found:
+        raise ValueError(f"{text}: give a time above 0, such as 62.5ms")
+    return found
+
+
+OPTIONS: Options = {
+    **shared("--model"),
+    "--compute": {
+        "type": quantity(above_0),
+        "required": True,
+        "metavar": "TIME",
+        "help": "time of a rank's forward, backward and optimizer in a step, without any exchange, "
+        "as in 62.5ms or 1.2s; required",
+    },
+    **shared("--device"),
+    "--ranks": {**SHARED["--ranks"], "help": f"ranks, 2 or more {OF_THE_JOB}"},
+    "--local-size": {**SHARED["--local-size"], "help": f"ranks on each node {OF_THE_JOB}"},
+    "--bandwidth": {
+        "type": quantity(bits_per_second),
+        "metavar": "RATE",
+        "help": "bandwidth of a node's network card, as in 100mbit or 10gbit "
+        + OF_THE_FILE.format("10gbit"),
+    },
+    "--latency": {
+        "type": quantity(seconds),
+        "metavar": "TIME",
+        "help": f"time of a message without its bytes, as in 50us {OF_THE_FILE.format('50us')}",
+    },
+    "--overhead": {
+        "type": quantity(seconds),
+        "metavar": "TIME",
+        "help": "time of a collective before its first message, as in 500us; half of Horovod's "
+        f"cycle at least {OF_THE_FILE.format('500us')}",
+    },
+    "--local-bandwidth": {
+        "type": quantity(bits_per_second),
+        "metavar": "RATE",
+        "help": "bandwidth of each rank within its node, as in 50gbit (default: no limit)",
+    },
+    "--cores": {
+        "type": number(0.01, 1e6, "a number from 0.01 to 1,000,000"),  # a container has a share
+        "help": "cores that the ranks of a node share (default: enough for all)",
+    },
+    "--crowd": {
+        "type": whole(1, MOST_RANKS),
+        "metavar": "RANKS",
+        "help": "ranks that share --cores (default: the ranks of a node)",
+    },
+    "--forward": {
+        "type": number(0, 1, "a share from 0 to 1"),
+        "default": FORWARD,
+        "metavar": "SHARE",
+        "help": "share of --compute that passes before the first gradient is ready, from 0 to 1 "
+        "(default: a third)",
+    },
+    "--no-overlap": {
+        "action": "store_true",
+        "help": "base the verdict on steps that exchange only after backward (default: on steps "
+        "that exchange gradients while backward computes others)",
+    },
+    **shared("--ratio", "--gather-ratio", "--min-numel", "--ratios"),
+    "--momentum": {
+        "action": "store_true",
+        "help": "plan momentum correction (momentum=0.9) instead of adapted steps (default: off)",
+    },
+    **shared("--optimizer"),
+    "--selection": {
+        "choices": SELECTIONS,
+        "default": "exact",
+        "help": "selection that --measure times (default: %(default)s)",
+    },
+    "--values": {
+        "nargs": "+",
+        "choices": VALUES,
+        "default": VALUES,
+        "help": "formats of values to list (default: all)",
+    },
+    "--powersgd": {
+        "type": whole(1, MOST_POWERSGD),
+        "default": 4,
+        "metavar": "RANK",
+        "help": "rank of PowerSGD's matrices, 1 or more (default: %(default)s)",
+    },
+    **shared("--compressor"),
+    "--machine": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "JSON file with the constants of the network and the kernels: read, or written "
+        "with --measure (default: constants of a CPU, which come with this package)",
+    },
+    "--measure": {
+        "action": "store_true",
+        "help": "measure the constants first: the network of this job and the kernels on its CPU, "
+        "whatever --device is; run it under horovodrun, on every rank (default: off)",
+    },
+    "--json": {"action": "store_true", "help": "print JSON in SI units (default: a table)"},
+    "--picture": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "draw step time against bandwidth into this file, such as plan.png; needs "
+        "matplotlib (default: no picture)",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -54,25 +161,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Asked:
-    """The checked options."""
+    """The checked options, and what follows from them."""
 
-    model: str
-    device: str  # device of the gradients: "cpu" or "cuda"
+    args: argparse.Namespace
     specs: tuple[TensorSpec, ...]
     nodes: Nodes
     config: TopK
     follows: Rule | None  # what is kept and sent for the optimizer's steps
     training: Training
-    rank: int  # PowerSGD's rank
-    values: tuple[str, ...]
     others: Mapping[str, Method]  # further compressors, by their text
-    overlap: bool
-    bandwidth: float | None
-    latency: float | None
-    overhead: float | None
-    local_bandwidth: float | None
-    cores: float | None
-    crowd: int | None
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the verdict is about steps that exchange while backward computes."""
+        return not self.args.no_overlap
 
     @property
     def setting(self) -> str:
@@ -97,161 +199,18 @@ class Asked:
 
     def machine(self, found: Machine) -> Machine:
         """Return a machine with the constants of the command line instead of its own."""
-        given = {
-            "bandwidth": self.bandwidth,
-            "latency": self.latency,
-            "overhead": self.overhead,
-            "local_bandwidth": self.local_bandwidth,
-        }
-        network: Network = replace(
-            found.network, **{name: value for name, value in given.items() if value is not None}
-        )
-        cores = found.cores if self.cores is None else self.cores
-        crowd = found.crowd if self.crowd is None else self.crowd
-        return replace(found, network=network, cores=cores, crowd=crowd)
+
+        def given(*names: str) -> dict[str, Any]:
+            each = {name: getattr(self.args, name) for name in names}
+            return {name: value for name, value in each.items() if value is not None}
+
+        network = replace(found.network, **given(*CONSTANTS))
+        return replace(found, network=network, **given("cores", "crowd"))
 
     def on(self, place: Place) -> Asked:
         """Return the same options for the nodes that ran the measurement."""
         training = replace(self.training, ranks_per_node=max(place.nodes.sizes))
         return replace(self, nodes=place.nodes, training=training)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add = parser.add_argument
-    add_model(parser, MODELS)
-    add(
-        "--compute",
-        required=True,
-        metavar="TIME",
-        help="time of a rank's forward, backward and optimizer in a step, without any exchange, "
-        "as in 62.5ms or 1.2s; required",
-    )
-    add_device(parser)
-    add(
-        "--ranks",
-        type=whole,
-        default=8,
-        help="ranks, 2 or more (default: %(default)s; with --measure: those of the job)",
-    )
-    add(
-        "--local-size",
-        type=whole,
-        default=1,
-        metavar="RANKS",
-        help="ranks on each node (default: %(default)s; with --measure: those of the job)",
-    )
-    _add_network(parser)
-    _add_training(parser)
-    add_selection(parser)
-    add_ratios(parser)
-    add(
-        "--momentum",
-        action="store_true",
-        help="plan momentum correction (momentum=0.9) instead of adapted steps (default: off)",
-    )
-    add_optimizer(parser)
-    add(
-        "--selection",
-        choices=SELECTIONS,
-        default="exact",
-        help="selection that --measure times (default: %(default)s)",
-    )
-    add(
-        "--values",
-        nargs="+",
-        choices=VALUES,
-        default=VALUES,
-        help="formats of values to list (default: all)",
-    )
-    add(
-        "--powersgd",
-        type=whole,
-        default=4,
-        metavar="RANK",
-        help="rank of PowerSGD's matrices, 1 or more (default: %(default)s)",
-    )
-    add_compressors(parser)
-    _add_files(parser)
-
-
-def _add_network(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--bandwidth",
-        metavar="RATE",
-        help="bandwidth of a node's network card, as in 100mbit or 10gbit (default: that of the "
-        "machine file, 10gbit without one; with --measure: measured)",
-    )
-    add(
-        "--latency",
-        metavar="TIME",
-        help="time of a message without its bytes, as in 50us (default: that of the machine file, "
-        "50us without one; with --measure: measured)",
-    )
-    add(
-        "--overhead",
-        metavar="TIME",
-        help="time of a collective before its first message, as in 500us; half of Horovod's cycle "
-        "at least (default: that of the machine file, 500us without one; with --measure: measured)",
-    )
-    add(
-        "--local-bandwidth",
-        metavar="RATE",
-        help="bandwidth of each rank within its node, as in 50gbit (default: no limit)",
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--cores",
-        type=number,
-        help="cores that the ranks of a node share (default: enough for all)",
-    )
-    add(
-        "--crowd",
-        type=whole,
-        metavar="RANKS",
-        help="ranks that share --cores (default: the ranks of a node)",
-    )
-    add(
-        "--forward",
-        type=number,
-        default=FORWARD,
-        metavar="SHARE",
-        help="share of --compute that passes before the first gradient is ready, from 0 to 1 "
-        "(default: a third)",
-    )
-    add(
-        "--no-overlap",
-        action="store_true",
-        help="base the verdict on steps that exchange only after backward (default: on steps that "
-        "exchange gradients while backward computes others)",
-    )
-
-
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--machine",
-        metavar="FILE",
-        help="JSON file with the constants of the network and the kernels: read, or written with "
-        "--measure (default: constants of a CPU, which come with this package)",
-    )
-    add(
-        "--measure",
-        action="store_true",
-        help="measure the constants first: the network of this job and the kernels on its CPU, "
-        "whatever --device is; run it under horovodrun, on every rank (default: off)",
-    )
-    add("--json", action="store_true", help="print JSON in SI units (default: a table)")
-    add(
-        "--picture",
-        metavar="FILE",
-        help="draw step time against bandwidth into this file, such as plan.png; needs matplotlib "
-        "(default: no picture)",
-    )
 
 
 def check(args: argparse.Namespace) -> Asked:
@@ -260,17 +219,8 @@ def check(args: argparse.Namespace) -> Asked:
     Raises:
         ValueError, TopKError: an option's value is not valid; names the limit.
     """
-    check_ranks(args.ranks, args.local_size)
-    check_whole("--powersgd", args.powersgd, 1, MOST_POWERSGD)
-    if not 0 <= args.forward <= 1:
-        raise ValueError(f"--forward {args.forward:g}: give a share from 0 to 1")
-    check_positive("--cores", args.cores, MOST_CORES)
-    if args.cores is not None and args.cores < FEWEST_CORES:
-        raise ValueError(f"--cores {args.cores:g}: give {FEWEST_CORES:g} or more")
     if args.crowd is not None and args.cores is None:
         raise ValueError(f"--crowd {args.crowd}: give --cores too, the cores that they share")
-    if args.crowd is not None:
-        check_whole("--crowd", args.crowd, 1, MOST_RANKS)
     if args.momentum and optimizer_of(args.optimizer or PLAIN):
         raise ValueError("--momentum --optimizer: TopKEF does one of the two; give one")
     if set(args.values) == {TOO_COARSE}:
@@ -279,12 +229,8 @@ def check(args: argparse.Namespace) -> Asked:
             "diverged or lost much quality (docs/frontier.md). Add another format, as in "
             f"--values int4 {TOO_COARSE}"
         )
-    compute = given(seconds, "--compute", args.compute)
-    if not compute:
-        raise ValueError(f"--compute {args.compute}: give a time above 0, such as 62.5ms")
     return Asked(
-        model=args.model,
-        device=args.device,
+        args,
         specs=tuple(specs_of(args.model, args.device)),
         nodes=nodes_of(args.ranks, args.local_size),
         config=TopK(
@@ -297,15 +243,6 @@ def check(args: argparse.Namespace) -> Asked:
             ratios=parse_ratios(args.ratios),
         ),
         follows=None if args.momentum else follows_of(optimizer_of(args.optimizer)),
-        training=Training(compute, args.forward, args.local_size),
-        rank=args.powersgd,
-        values=tuple(args.values),
+        training=Training(args.compute, args.forward, args.local_size),
         others={str(asked): method_of(asked) for asked in map(parse, args.compressor)},
-        overlap=not args.no_overlap,
-        bandwidth=given(bits_per_second, "--bandwidth", args.bandwidth),
-        latency=given(seconds, "--latency", args.latency),
-        overhead=given(seconds, "--overhead", args.overhead),
-        local_bandwidth=given(bits_per_second, "--local-bandwidth", args.local_bandwidth),
-        cores=args.cores,
-        crowd=args.crowd,
     )

@@ -33,23 +33,17 @@ LARGE = 2**20  # bytes above which fewer repeats are enough
 LARGE_REPEATS = 5
 
 
-class CannotMeasureError(Exception):
-    """Nothing can be measured here; the message has the reason and the cure."""
-
-
 def measure(asked: Asked) -> Place | None:
     """Measure on all ranks; return the result on rank 0 and None on other ranks.
 
     Raises:
-        CannotMeasureError: no launcher, no framework with Horovod, or no second rank.
+        ValueError: no launcher, no framework with Horovod, or no second rank.
     """
     rank, framework = launched_rank(), find()
     if rank is None:
-        raise CannotMeasureError(
-            "--measure needs ranks: run `horovodrun -np 2 horovod-topk plan ...`"
-        )
+        raise ValueError("--measure needs ranks: run `horovodrun -np 2 horovod-topk plan ...`")
     if framework is None:
-        raise CannotMeasureError(
+        raise ValueError(
             "--measure: Horovod works with neither PyTorch nor TensorFlow here; run "
             "`horovod-topk doctor` for the reason"
         )
@@ -66,7 +60,7 @@ def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> P
     """Time collectives with all ranks; computed: kernel times, on rank 0 only."""
     hvd = framework.hvd
     if hvd.size() < 2:
-        raise CannotMeasureError("--measure: there is 1 rank: give horovodrun -np 2 or more")
+        raise ValueError("--measure: there is 1 rank: give horovodrun -np 2 or more")
     from horovod_topk.process_sets import location  # it needs Horovod
 
     here = location(hvd.rank(), hvd.local_rank())
@@ -74,7 +68,7 @@ def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> P
     samples = list(timed(framework, nodes))
     if computed is None:
         return None
-    found = Machine(_unknown(), computed, asked.cores, asked.crowd, _origin(nodes))
+    found = Machine(_unknown(), computed, asked.args.cores, asked.args.crowd, _origin(nodes))
     network = _network(samples, nodes, found.slowdown(max(nodes.sizes)), asked)
     return Place(replace(found, network=network), nodes)
 
@@ -84,9 +78,9 @@ def _network(
 ) -> Network:
     """Fit the network's constants; on one node, the bandwidth is the one within the node."""
     alone = len(nodes.ranks) == 1
-    known = None if alone else asked.bandwidth
+    known = None if alone else asked.args.bandwidth
     network = fit([Sample(collective, took, slowdown, known) for collective, took in samples])
-    local = asked.local_bandwidth or (network.bandwidth if alone else None)
+    local = asked.args.local_bandwidth or (network.bandwidth if alone else None)
     return replace(network, local_bandwidth=local)
 
 

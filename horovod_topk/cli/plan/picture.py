@@ -45,7 +45,7 @@ def _fill(axes: Axes, asked: Asked, machine: Machine, strategies: Sequence[Strat
     axes.axvline(machine.network.bandwidth / 1e6, color="#cccccc", zorder=0)
     axes.set(xscale="log", yscale="log", xlabel="Mbit/s of a node's card", ylabel="ms a step")
     compute = milliseconds(asked.training.compute)
-    axes.set_title(f"{asked.model}, {sum(asked.nodes.sizes)} ranks, {compute} ms of compute")
+    axes.set_title(f"{asked.args.model}, {sum(asked.nodes.sizes)} ranks, {compute} ms of compute")
     axes.legend(frameon=False, fontsize=8)
 
 

@@ -26,11 +26,11 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
     ranks, nodes = count(sum(asked.nodes.sizes), "rank"), count(len(asked.nodes.ranks), "node")
     network, kernels = machine.network, machine.kernels
     yield (
-        f"{asked.model}: {elements:,} float32 in {count(len(asked.specs), 'tensor')}, "
+        f"{asked.args.model}: {elements:,} float32 in {count(len(asked.specs), 'tensor')}, "
         f"{ranks} on {nodes}, ratio {asked.config.ratio:g}"
         + "".join(f", {pattern}={ratio:g}" for pattern, ratio in asked.config.ratios or ())
         + f", {asked.setting}"
-        + f", {gradients_on(asked.plan, asked.device)}"
+        + f", {gradients_on(asked.plan, asked.args.device)}"
     )
     yield (
         f"{milliseconds(asked.training.compute)} ms of compute a step; network "
@@ -90,9 +90,9 @@ def assumptions(asked: Asked, machine: Machine) -> dict[str, str]:
 
 def caveat(asked: Asked, machine: Machine) -> str:
     """Why the verdict is rough where the kernels' constants are another device's, or nothing."""
-    if asked.device == machine.device:
+    if asked.args.device == machine.device:
         return ""
-    own, other = KINDS[machine.device], KINDS[asked.device]
+    own, other = KINDS[machine.device], KINDS[asked.args.device]
     return (
         f"{own} kernel constants are applied to a {other}'s compute time, as no constants of a "
         f"{other}'s kernels are given; times of kernels and steps, and the verdict, are rough"
@@ -124,8 +124,8 @@ def as_json(
     null if a range has no upper limit. "faster" is null if all ranks are on one node.
     """
     return {
-        "model": asked.model,
-        "device": asked.device,
+        "model": asked.args.model,
+        "device": asked.args.device,
         "ranks": sum(asked.nodes.sizes),
         "nodes": len(asked.nodes.ranks),
         "ratio": asked.config.ratio,
