@@ -8,8 +8,7 @@ PYTHON := $(or $(shell command -v python3.11),$(shell command -v python3),python
 endif
 
 VENV := $(CURDIR)/.venv
-# Runs what the settings of a study ask for and has no results yet.
-COMPARE = "$(VENV)/bin/python" -m horovod_topk.cli compare
+RUN := "$(VENV)/bin/python"
 # horovodrun looks for mpirun and python on PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # For plain mpirun, in a container (root) and with more ranks than cores. horovodrun passes
@@ -33,19 +32,28 @@ WORKERS ?= 2
 # Which tests: fast, tools, all, or rest (what all adds to the first two); see tests/conftest.py.
 TIER ?= fast
 
-.PHONY: help setup demo test test-tools test-all check accuracy frontier default methods residuals practice crashes docs bench bench-kernels bench-gpu bench-network plan-grid bench-trouble bench-wire fuzz clean
+STUDIES := accuracy frontier default methods practice
+BENCHMARKS := bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes
+
+.PHONY: help setup demo clean test test-tools test-all check fuzz docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy frontier default methods practice
 
 help: ## list the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -nE 's/^## (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
-setup: ## create .venv with both frameworks and Horovod (minutes the first time; no root)
+setup: ## create .venv with both frameworks and Horovod (minutes the first time, then a moment; no root)
 	@"$(PYTHON)" scripts/setup_env.py
 
-demo: setup ## train a CNN on two ranks, dense and then with TopKEF; a table and a picture
-	"$(VENV)/bin/python" scripts/demo.py $(ARGS)
+demo: setup ## train a CNN on two ranks, dense and then with TopKEF; a table and a picture (3 minutes)
+	$(RUN) scripts/demo.py $(ARGS)
+
+clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
+	rm -rf .venv build dist horovod_topk/kernels/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+## Tests. A part of them: make test TESTS=tests/unit ARGS="-k payload"
 
 test: setup ## test every feature and every law, on real ranks too (10 minutes on two cores)
-	"$(VENV)/bin/python" -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
+	$(RUN) -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
 
 test-tools: TIER = tools
 test-tools: test ## test the command, scripts, pages, images and set-up (minutes)
@@ -54,66 +62,48 @@ test-all: TIER = all
 test-all: WORKERS = 0
 test-all: test ## run every test: laws and features on every controller, large sizes (three quarters of an hour)
 
-check: setup ## ruff (lint, format) and mypy
+check: setup ## ruff (lint, format) and mypy; must pass (a minute)
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
 
-accuracy: setup ## make the published accuracy tables anew (hours)
-	$(COMPARE) scripts/study/accuracy.toml --out docs/results/accuracy.jsonl $(ARGS)
-	"$(VENV)/bin/python" scripts/page.py accuracy
+fuzz: setup ## encode and decode arbitrary buckets under AddressSanitizer and UBSan (a minute)
+	$(RUN) scripts/fuzz.py $(ARGS)
 
-frontier: setup ## quality against bytes, for every format and exchange, on simulated ranks (hours)
-	$(COMPARE) scripts/study/frontier.toml --out docs/results/frontier.jsonl $(ARGS)
-	"$(VENV)/bin/python" scripts/page.py frontier
+## Benchmarks write docs/results and a page of docs. Some jobs: make bench-wire ARGS="2x1:50"; ARGS=--help
 
-default: setup ## the default beside dense over models and training loops, simulated ranks (hours)
-	$(COMPARE) scripts/study/default.toml --out docs/results/default.jsonl $(ARGS)
-	"$(VENV)/bin/python" scripts/page.py default
+bench: ## time compression of a ResNet-50's gradients, PyTorch and TensorFlow; docs/benchmarks.md (minutes)
+bench-kernels: ## time selection against r += g and torch.topk; docs/kernels.md (half an hour)
+bench-network: ## time a step against bandwidth, beside Horovod and torch DDP; docs/network.md (root, half an hour)
+bench-trouble: ## a slow rank and lost packets, dense beside TopKEF; docs/trouble.md (root, a quarter of an hour)
+bench-wire: ## count the bytes that leave a host's network card; docs/wire.md (root, half an hour)
+plan-grid: ## measured steps beside what `horovod-topk plan` says; docs/plan-grid.md (root, an hour and a half)
+residuals: ## norms of residuals beside the bounds of theory; docs/residuals.md (minutes)
+crashes: ## kill a hundred ranks of elastic jobs, count what is lost; docs/crashes.md (a quarter of an hour)
 
-methods: setup ## every method beside dense at about 16 and 64 times fewer bytes, simulated ranks (hours)
-	$(COMPARE) scripts/study/methods.toml --out docs/results/methods.jsonl $(ARGS)
-	"$(VENV)/bin/python" scripts/page.py methods
-
-residuals: setup ## norms of residuals beside the bounds of theory, into docs/residuals.md (minutes)
-	"$(VENV)/bin/python" scripts/bench.py residuals $(ARGS)
-
-practice: setup ## clipping, loss scaling, momentum, restarts on real data, beside dense (an hour)
-	$(COMPARE) scripts/study/practice.toml --out docs/results/practice.jsonl $(ARGS)
-	"$(VENV)/bin/python" scripts/page.py practice
-
-crashes: setup ## kill a hundred ranks of elastic jobs, and account for what is lost (a quarter of an hour)
-	"$(VENV)/bin/python" scripts/bench.py crashes $(ARGS)
-
-docs: setup ## print anew what pages show of plan, bytes, compare and formulas (seconds; a test compares)
-	"$(VENV)/bin/python" scripts/printed.py $(ARGS)
-
-bench: setup ## time compression of a ResNet-50's gradients, PyTorch against TensorFlow
-	"$(VENV)/bin/python" scripts/bench.py steps $(ARGS)
-
-bench-kernels: setup ## time selection against r += g and torch.topk; tables and a picture (minutes)
-	"$(VENV)/bin/python" scripts/bench.py kernels $(ARGS)
+bench: NAME := steps
+plan-grid: NAME := plan
+$(BENCHMARKS): setup
+	$(RUN) scripts/bench.py $(or $(NAME),$(patsubst bench-%,%,$@)) $(ARGS)
 
 # .venv has a PyTorch without CUDA: `make bench-gpu PYTHON=...` names one that can use the GPU.
 bench-gpu: ## time the Triton kernels and whole steps on a GPU (needs a GPU; two minutes)
 	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench.py gpu $(ARGS)
 	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench.py gpu_steps $(ARGS)
 
-bench-network: setup ## time a step against bandwidth, beside Horovod and torch DDP (root; half an hour)
-	"$(VENV)/bin/python" scripts/bench.py network $(ARGS)
+## Studies run what their settings ask for and has no results yet, and write a page of docs
 
-plan-grid: setup ## what `horovod-topk plan` says, against measured steps (root; an hour and a half)
-	"$(VENV)/bin/python" scripts/bench.py plan $(ARGS)
+accuracy: ## plain error feedback beside dense, on real ranks; docs/accuracy.md (hours)
+frontier: ## quality against bytes for every format and exchange, simulated ranks; docs/frontier.md (hours)
+default: ## the default beside dense over models and training loops, simulated ranks; docs/default.md (hours)
+methods: ## every method beside dense at 16 and 64 times fewer bytes, simulated ranks; docs/methods.md (hours)
+practice: ## clipping, loss scaling, momentum, restarts, beside dense, on real ranks; docs/practice.md (an hour)
 
-bench-trouble: setup ## a slow rank and lost packets, dense beside TopKEF (root; a quarter of an hour)
-	"$(VENV)/bin/python" scripts/bench.py trouble $(ARGS)
+$(STUDIES): setup
+	$(RUN) -m horovod_topk.cli compare scripts/study/$@.toml --out docs/results/$@.jsonl $(ARGS)
+	$(RUN) scripts/page.py $@
 
-bench-wire: setup ## count the bytes that leave a host's network card, 2 to 8 hosts (root; half an hour)
-	"$(VENV)/bin/python" scripts/bench.py wire $(ARGS)
+## Pages alone, from stored results: .venv/bin/python scripts/page.py NAME
 
-fuzz: setup ## encode and decode arbitrary buckets under AddressSanitizer and UBSan
-	"$(VENV)/bin/python" scripts/fuzz.py $(ARGS)
-
-clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
-	rm -rf .venv build dist horovod_topk/kernels/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+docs: setup ## print anew what pages show of plan, bytes, compare and formulas (seconds; a test compares)
+	$(RUN) scripts/printed.py $(ARGS)

@@ -19,33 +19,28 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 from benchmarks.gpu import origin, refuse
+from benchmarks.simulated import PARTS, PLAIN, RANKS, Part, Training
 from horovod_topk.cli.compare.simulated import exchanges
 from horovod_topk.cli.models import specs_of
+from horovod_topk.cli.timing import in_turns, repeated
 from horovod_topk.core.plan.buckets import Plan, TensorSpec
-from horovod_topk.core.run.compressor import Compressor
-from horovod_topk.core.run.substitute import parse
 from horovod_topk.kernels.triton import unsupported
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps
 
-RANKS = 2
 SETTLE = 12  # steps before the first timed one; the first compile the kernels
 CHECKED = 2  # steps whose bits are compared
 BATCH = 10  # calls of a floor between two waits
-PARTS = ("encode", "decode, commit", "optimizer's step")
 ALL = "all"
-Part = Callable[[], object]
-Around = Callable[[str, Part], object]  # runs one part of rank 0's step
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,6 @@ class Row:
     profiles: bool = False  # count its launches and its host synchronisations
 
 
-PLAIN = "momentum=0, follow_lr=False, warmup=None"
 ROWS = (
     Row("dense, SGD", "sgd", None),
     Row("dense, AdamW", "adamw", None),
@@ -71,80 +65,12 @@ ROWS = (
 )
 
 
-def directly(name: str, part: Part) -> None:
-    """Run a part of a step without measuring it."""
-    part()
-
-
-class Training:
-    """A model, its optimizer and the gradients of two simulated ranks on one device.
-
-    Args:
-        specs: the model's parameters.
-        device: cuda or cpu.
-        row: the optimizer and the compressor.
-    """
-
-    def __init__(self, specs: Sequence[TensorSpec], device: str, row: Row) -> None:
-        self.model = nn.ParameterDict(
-            {s.name: nn.Parameter(0.02 * torch.randn(s.shape, device=device)) for s in specs}
-        )
-        parameters = list(self.model.parameters())
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters)
-        if row.optimizer != "adamw":
-            self.optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-        self._steps = row.optimizer != "none"
-        for p in parameters:
-            p.grad = torch.randn_like(p)
-        self.optimizer.step()  # so that its moments exist, and are not 0
-        self.exchange: exchanges.Compressed | None = None
-        if row.call is not None:
-            asked = parse(row.call)
-            self.exchange = exchanges.compressed(self.model, self.optimizer, RANKS, asked)
-            refuse_without_kernels(self.exchange.compressors[0].plan, device)
-        self._drawn = [[torch.randn_like(p) for p in parameters] for _ in range(RANKS)]
-        self.gradients = [[torch.empty_like(p) for p in parameters] for _ in range(RANKS)]
-
-    def __call__(self, around: Around = directly) -> None:
-        """Make a step with other gradients than in the last one; `around` runs rank 0's parts."""
-        for now, drawn in zip(self.gradients, self._drawn, strict=True):
-            torch._foreach_copy_(now, drawn)
-            torch._foreach_mul_(now, 1.0 + 0.3 * float(torch.rand(())))
-        encode, decode, step = PARTS
-        if self.exchange is not None:
-            around(encode, partial(self.encode, 0))
-            self.encode(1)
-            around(decode, partial(self.decode, 0))
-            self.decode(1)
-        if self._steps:
-            around(step, self.apply)
-
-    def encode(self, rank: int) -> None:
-        """Compress a rank's gradients and start their exchange."""
-        for compressor, ordinal, bucket in self._buckets(rank):
-            compressor.launch(ordinal, bucket)
-
-    def decode(self, rank: int) -> None:
-        """Overwrite a rank's gradients with the mean of both ranks', and commit."""
-        for compressor, ordinal, bucket in self._buckets(rank):
-            compressor.step.finish(ordinal, bucket)
-        compressor.commit()
-
-    def apply(self) -> None:
-        """Make the optimizer's step with the gradients of rank 0."""
-        for p, gradient in zip(self.model.parameters(), self.gradients[0], strict=True):
-            p.grad = gradient
-        self.optimizer.step()
-
-    def residuals(self) -> list[Tensor]:
-        """Return the residuals of rank 0, in the order of the parameters."""
-        assert self.exchange is not None
-        return [self.exchange.compressors[0].residual(name) for name in self.model]
-
-    def _buckets(self, rank: int) -> Iterator[tuple[Compressor[Tensor], int, list[Tensor]]]:
-        assert self.exchange is not None
-        for ordinal, bucket in self.exchange.in_buckets(self.gradients[rank]).items():
-            yield self.exchange.compressors[rank], ordinal, bucket
+def training(specs: Sequence[TensorSpec], device: str, row: Row) -> Training:
+    """A row's steps on a device."""
+    made = Training(specs, row.optimizer, row.call, device)
+    if made.exchange is not None:
+        refuse_without_kernels(made.exchange.compressors[0].plan, device)
+    return made
 
 
 def refuse_without_kernels(plan: Plan, device: str) -> None:
@@ -163,21 +89,21 @@ def check(specs: Sequence[TensorSpec], device: str, row: Row) -> None:
     between CPU and GPU in their last bits.
     """
     with mock.patch.object(exchanges, "TorchOps", partial(TorchOps, kernels=False)):
-        cpu = Training(specs, "cpu", row)
-    other = Training(specs, device, row)
+        cpu = Training(specs, row.optimizer, row.call)
+    other = training(specs, device, row)
     other.model.load_state_dict(cpu.model.state_dict())
     for step in range(CHECKED):
         other.optimizer.load_state_dict(cpu.optimizer.state_dict())
         for here, there in zip(cpu.gradients, other.gradients, strict=True):
             for gradient, its_copy in zip(here, there, strict=True):
                 its_copy.copy_(gradient.normal_(std=0.01))
-        for training in (cpu, other):
-            training.encode(0)
-            training.encode(1)
-            training.decode(0)
+        for each in (cpu, other):
+            each.encode(0)
+            each.encode(1)
+            each.decode(0)
         refuse(f"{row.name}: a gradient of step {step}", cpu.gradients[0], other.gradients[0])
-        for training in (cpu, other):
-            training.decode(1)
+        for each in (cpu, other):
+            each.decode(1)
         refuse(f"{row.name}: a residual of step {step}", cpu.residuals(), other.residuals())
         cpu.apply()
 
@@ -291,11 +217,8 @@ def measure(trainings: dict[str, Training], device: str, repeats: int) -> dict[s
     """
     clocks = {name: Clock(device) for name in trainings}
     for training in trainings.values():
-        for _ in range(SETTLE):
-            training()
-    for _ in range(repeats):
-        for name, training in trainings.items():
-            training(clocks[name])
+        repeated(training, SETTLE)
+    in_turns({name: partial(each, clocks[name]) for name, each in trainings.items()}, repeats)
     return clocks
 
 
@@ -303,8 +226,7 @@ def measure_floor(call: Part, device: str, repeats: int) -> Clock:
     """Time a call."""
     Clock(device)(ALL, call, BATCH)  # warms up
     clock = Clock(device)
-    for _ in range(repeats):
-        clock(ALL, call, BATCH)
+    repeated(partial(clock, ALL, call, BATCH), repeats)
     return clock
 
 
@@ -354,7 +276,7 @@ def main(arguments: Sequence[str]) -> int:
         name: measure_floor(call, args.device, args.repeats)
         for name, call in floors(specs, args.device).items()
     }
-    trainings = {row.name: Training(specs, args.device, row) for row in chosen(args.only)}
+    trainings = {row.name: training(specs, args.device, row) for row in chosen(args.only)}
     clocks.update(measure(trainings, args.device, args.repeats))
     profiled = {row.name for row in ROWS if row.profiles and args.device == "cuda"}
     # Last, as a process that has been profiled may be slower.

@@ -20,10 +20,8 @@ import random
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +30,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import kernels_page
+from benchmarks.encoding import FLOOR, SLOW, Encoding, Gradients, Step, milliseconds
 from benchmarks.kernels_page import NO_CODING, RATIOS
 from horovod_topk.cli.machine import machine
 from horovod_topk.core.codec.momentum import velocities_of
-from horovod_topk.core.codec.payload_codec import PayloadCodec
-from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.shards import shard
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import native
@@ -47,7 +44,6 @@ from pages import RESULTS, made, write
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 ISAS = ("avx512", "avx2", "portable")
-SLOW = ("torch.topk", "framework operations")
 CODINGS = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 DEFAULT_RATIO = 0.02
 # What an encoding with momentum correction is made of, step by step.
@@ -57,61 +53,12 @@ CORRECTED: dict[str, dict[str, Any]] = {
     "momentum, masking and rescale": {"momentum": 0.9, "rates": True},
     "the same with Nesterov's momentum": {"momentum": 0.9, "nesterov": True, "rates": True},
 }
-Step = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """A supply of gradients; each call of `next` sets one up, untimed."""
-
-    pool: list[Tensor]
-    current: Tensor
-
-    @classmethod
-    def of(cls, numel: int, seed: int = 0) -> Gradients:
-        """For a tensor of `numel` elements."""
-        generator = torch.Generator().manual_seed(seed)
-        pool = [torch.randn(numel, generator=generator) for _ in range(3)]
-        return cls(pool, torch.empty(numel))
-
-    def next(self) -> None:
-        """Another one: of random sign, and of a norm that varies by a third."""
-        factor = random.choice((-1, 1)) * random.uniform(0.7, 1.3)
-        torch.mul(random.choice(self.pool), factor, out=self.current)
-
-
-class Encoding:
-    """One tensor with its error feedback, encoded step after step."""
-
-    def __init__(
-        self,
-        gradients: Gradients,
-        ratio: float,
-        selection: str,
-        ops: TorchOps,
-        indices: str = "packed",
-        values: str = "float32",
-    ) -> None:
-        spec = TensorSpec("w", tuple(gradients.current.shape), "float32")
-        settings = TopK(ratio, values, indices, selection=selection, min_numel=0)
-        (self.bucket,) = make_plan([spec], settings).buckets
-        self.codec: PayloadCodec[Tensor] = PayloadCodec(ops)
-        numel = spec.numel
-        self.arenas = Arenas(self.bucket, torch.zeros(numel), torch.zeros(numel))
-        self.payload = self.codec.new_payload(self.bucket)
-        self.gradients = gradients
-
-    def step(self) -> None:
-        """Encode and commit."""
-        self.codec.encode(self.arenas, [self.gradients.current], self.payload)
-        self.arenas.swap()
-
-    def settle(self, steps: int) -> Encoding:
-        """Let the residual grow to what it is in training, as far as `steps` go."""
-        for _ in range(steps):
-            self.gradients.next()
-            self.step()
-        return self
+def plain(gradients: Gradients, ratio: float, selection: str, **settings: Any) -> Encoding:
+    """Plain error feedback at a ratio; settings are those of Top-K."""
+    values = {"values": "float32", "min_numel": 0, **settings}
+    return Encoding(gradients, TopK(ratio, selection=selection, **values), TorchOps())
 
 
 class Corrected(Encoding):
@@ -127,14 +74,15 @@ class Corrected(Encoding):
     def __init__(
         self, gradients: Gradients, selection: str, *, rates: bool = False, **settings: Any
     ) -> None:
-        super().__init__(gradients, DEFAULT_RATIO, selection, TorchOps(), values="int4")
+        method = TopK(DEFAULT_RATIO, "int4", selection=selection, min_numel=0)
+        super().__init__(gradients, method, TorchOps())
         self._settings = TopK(DEFAULT_RATIO, "int4", **settings)
         zeros = (torch.zeros_like(gradients.current) for _ in range(2))
         self._velocity: Arenas[Tensor] = Arenas(self.bucket, *zeros)
         self._rates = rates
 
-    def step(self) -> None:
-        """Encode and commit."""
+    def encode(self) -> None:
+        """Write payload, next residual and next velocity."""
         (tensor,) = self.bucket.tensors
         if self._rates:
             factor = random.uniform(0.99, 1.01)
@@ -144,7 +92,6 @@ class Corrected(Encoding):
             own = velocities_of(self._settings, self._velocity, TorchOps())
         self.codec.encode(self.arenas, [self.gradients.current], self.payload, own)
         self._velocity.swap()
-        self.arenas.swap()
 
 
 @contextmanager
@@ -169,41 +116,26 @@ def encodings(gradients: Gradients, ratio: float, settle: int) -> dict[str, Step
     for isa in available_isas():
         for selection in ("exact", "sampled"):
             with instruction_set(isa):
-                ours = Encoding(gradients, ratio, selection, TorchOps()).settle(settle)
+                ours = plain(gradients, ratio, selection).settle(settle)
             ways[f"{isa}, {selection}"] = ours.step
     return ways
 
 
 def baselines(gradients: Gradients, ratio: float) -> dict[str, Step]:
     """The floor, and what frameworks offer."""
-    residual, k = torch.zeros_like(gradients.current), max(1, int(ratio * len(gradients.current)))
-    verbs = Encoding(gradients, ratio, "exact", TorchOps(kernels=False)).settle(2)
+    k = max(1, int(ratio * len(gradients.current)))
+    method = TopK(ratio, "float32", min_numel=0)
     return {
-        "r += g": lambda: _discard(residual.add_(gradients.current)),
-        "framework operations": verbs.step,
-        "torch.topk": lambda: _discard(torch.topk(gradients.current.abs(), k, sorted=False)),
+        FLOOR: gradients.floor(),
+        SLOW[1]: Encoding(gradients, method, TorchOps(kernels=False)).settle(2).step,
+        SLOW[0]: lambda: torch.topk(gradients.current.abs(), k, sorted=False),
     }
 
 
-def _discard(_: Any) -> None:
-    """What was computed is not needed."""
-
-
-def milliseconds(ways: dict[str, Step], before: Step, repeats: int) -> dict[str, float]:
-    """Medians, the ways taking turns so that a noisy neighbour meets them all.
-
-    Those in SLOW take every third turn.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
-        for name, step in ways.items():
-            if turn % 3 and name in SLOW:
-                continue
-            before()
-            started = time.perf_counter()
-            step()
-            taken[name].append(1e3 * (time.perf_counter() - started))
-    return {name: statistics.median(each[1:]) for name, each in taken.items()}
+def medians(steps: dict[str, Step], before: Step | None, repeats: int) -> dict[str, float]:
+    """Median milliseconds of steps that take turns."""
+    taken = milliseconds(steps, before, repeats)
+    return {name: statistics.median(each) for name, each in taken.items()}
 
 
 def settling_steps(numel: int, ratio: float) -> int:
@@ -215,59 +147,56 @@ def measure_encoding(numel: int, ratio: float, repeats: int) -> dict[str, float]
     """Milliseconds of every way at one size and ratio."""
     gradients = Gradients.of(numel)
     ours = encodings(gradients, ratio, settling_steps(numel, ratio))
-    return milliseconds({**ours, **baselines(gradients, ratio)}, gradients.next, repeats)
+    return medians({**ours, **baselines(gradients, ratio)}, gradients.next, repeats)
 
 
 def measure_decoding(numel: int, ratio: float, repeats: int, indices: str) -> dict[str, float]:
     """Milliseconds of decoding 1, 2, 4 and 8 payloads, and of the floor of each."""
-    payloads = []
+    payloads, ways = list[Tensor](), dict[str, Step]()
     for rank in range(8):
-        gradients = Gradients.of(numel, rank)
-        encoding = Encoding(gradients, ratio, "exact", TorchOps(), indices).settle(2)
-        payloads.append(encoding.payload)
-    output, ways = torch.empty(numel), dict[str, Step]()
+        last = plain(Gradients.of(numel, seed=rank), ratio, "exact", indices=indices).settle(2)
+        payloads.append(last.payload)
     for ranks in (1, 2, 4, 8):
-        gathered = torch.cat(payloads[:ranks])
-        ways[f"decode {ranks}"] = _decode(encoding, gathered, output, ranks)
-        ways[f"fill and read {ranks}"] = _fill_and_read(gathered, output)
-    return milliseconds(ways, lambda: None, repeats)
+        ways[f"decode {ranks}"] = last.decoding(payloads[:ranks])
+        ways[f"fill and read {ranks}"] = _fill_and_read(torch.cat(payloads[:ranks]), numel)
+    return medians(ways, None, repeats)
 
 
 def measure_coding(numel: int, ratio: float, repeats: int) -> dict[str, dict[str, float]]:
     """Milliseconds of encoding, and of decoding two payloads, for every way of writing entries."""
-    gradients, output = Gradients.of(numel), torch.empty(numel)
+    gradients = Gradients.of(numel)
     ways = {NO_CODING: ("plain", "float32")}
     ways |= {f"{values}, packed": ("packed", values) for values in CODINGS}
     encode, decode = dict[str, Step](), dict[str, Step]()
     for name, (indices, values) in ways.items():
-        ours = Encoding(gradients, ratio, "sampled", TorchOps(), indices, values)
+        ours = plain(gradients, ratio, "sampled", indices=indices, values=values)
         encode[name] = ours.settle(settling_steps(numel, ratio)).step
-        decode[name] = _decode(ours, torch.cat([ours.payload, ours.payload]), output, 2)
-    encoding = milliseconds(encode, gradients.next, repeats)
-    decoding = milliseconds(decode, lambda: None, repeats)
+        decode[name] = ours.decoding([ours.payload] * 2)
+    encoding = medians(encode, gradients.next, repeats)
+    decoding = medians(decode, None, repeats)
     return {name: {"encode": encoding[name], "decode": decoding[name]} for name in ways}
 
 
 def measure_shards(numel: int, ratio: float, repeats: int) -> dict[str, float]:
     """Milliseconds of encoding for 2, 4 and 8 owners, beside encoding for an allgather."""
     gradients = Gradients.of(numel)
-    whole = Encoding(gradients, ratio, "sampled", TorchOps()).settle(settling_steps(numel, ratio))
-    ways: dict[str, Step] = {"r += g": baselines(gradients, ratio)["r += g"]}
+    whole = plain(gradients, ratio, "sampled").settle(settling_steps(numel, ratio))
+    ways: dict[str, Step] = {FLOOR: gradients.floor()}
     ways["allgather"] = whole.step
     for owners in (2, 4, 8):
         ways[f"{owners} owners"] = _for_owners(whole, owners, settling_steps(numel, ratio))
-    return milliseconds(ways, gradients.next, repeats)
+    return medians(ways, gradients.next, repeats)
 
 
 def measure_momentum(numel: int, repeats: int) -> dict[str, float]:
     """Milliseconds of encoding with momentum correction, from error feedback alone on."""
     gradients, settle = Gradients.of(numel), settling_steps(numel, DEFAULT_RATIO)
-    ways: dict[str, Step] = {"r += g": baselines(gradients, DEFAULT_RATIO)["r += g"]}
+    ways: dict[str, Step] = {FLOOR: gradients.floor()}
     for selection in ("exact", "sampled"):
         for name, settings in CORRECTED.items():
             ours = Corrected(gradients, selection, **settings).settle(settle)
             ways[f"{selection}, {name}"] = ours.step
-    return milliseconds(ways, gradients.next, repeats)
+    return medians(ways, gradients.next, repeats)
 
 
 def _for_owners(whole: Encoding, owners: int, settle: int) -> Step:
@@ -286,13 +215,8 @@ def _for_owners(whole: Encoding, owners: int, settle: int) -> Step:
     return step
 
 
-def _decode(encoding: Encoding, gathered: Tensor, output: Tensor, ranks: int) -> Step:
-    codec, bucket = encoding.codec, encoding.bucket
-    return lambda: _discard(codec.decode(bucket, gathered, 1 / ranks, [output]))
-
-
-def _fill_and_read(gathered: Tensor, output: Tensor) -> Step:
-    words = gathered.view(torch.int64)
+def _fill_and_read(gathered: Tensor, numel: int) -> Step:
+    words, output = gathered.view(torch.int64), torch.empty(numel)
 
     def step() -> None:
         output.zero_()
@@ -302,14 +226,12 @@ def _fill_and_read(gathered: Tensor, output: Tensor) -> Step:
 
 
 def measure_exchange(selection: str) -> dict[str, float]:
-    """A ResNet-50's gradients between two ranks; see scripts/bench.py exchange."""
+    """A ResNet-50's gradients between two ranks, by `benchmarks.exchange`."""
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     script = [sys.executable, "scripts/bench.py", "exchange", "--selection", selection]
-    horovodrun = Path(sys.executable).with_name("horovodrun")
-    command = [str(horovodrun), "-np", "2", "--gloo", *script]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
-    )
-    found: dict[str, float] = json.loads(done.stdout[done.stdout.index("{") :])
+    command, settings = [horovodrun, "-np", "2", "--gloo", *script], {"text": True, "timeout": 600}
+    printed = subprocess.check_output(command, cwd=ROOT, **settings)
+    found: dict[str, float] = json.loads(printed[printed.index("{") :])
     return found
 
 

@@ -17,28 +17,25 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.encoding import FLOOR, Encoding, Gradients, Step, milliseconds
 from horovod_topk.cli.machine import machine
 from horovod_topk.config import fields_of
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import Storage
+from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.exchange.reduce import ReducedBucket, declared, state_plan
 from horovod_topk.core.exchange.sharded import ShardedExchange
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
-from horovod_topk.core.plan.nodes import Location
 from horovod_topk.core.run.substitute import parse
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.methods import METHODS, Codec, Method
 from horovod_topk.ops.torch import TorchOps
 
-Step = Callable[[], Any]
-FLOOR = "r += g"
 SETTLE = 4  # steps before the first timed step
 CALLS = (
     "TopKEF()",
@@ -67,118 +64,64 @@ def method_of(call: str) -> Method:
     return method(**fields_of(method, asked.settings, asked.name)[0])
 
 
-@dataclass(frozen=True)
-class Done:
-    """A finished collective of a single rank."""
-
-    result: Tensor
-
-    def wait(self) -> Tensor:
-        """Return the array that was sent."""
-        return self.result
-
-
-class Alone:
-    """`Collective` of a single rank."""
-
-    rank, size, location = 0, 1, Location("host", 0, 0)
-
-    def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> Done:
-        """Return the payload."""
-        return Done(payload)
-
-    def alltoall(self, payloads: Tensor, name: str) -> Done:
-        """Return the payloads."""
-        return Done(payloads)
-
-
-def step_of(method: Method, gradient: Tensor, ops: TorchOps) -> tuple[Step, Step | None]:
-    """Return a function that encodes and commits, and one that decodes two payloads, if any."""
-    spec = TensorSpec("w", tuple(gradient.shape), "float32")
-    plan = make_plan([spec], method)
+def rounds(gradient: Tensor, method: Method, ops: TorchOps) -> Step:
+    """Return a function that runs all rounds of a method and commits."""
+    plan = make_plan([TensorSpec("w", tuple(gradient.shape), "float32")], method)
     (bucket,) = plan.buckets
-    codec: PayloadCodec[Tensor] = PayloadCodec(ops)
-    committed = [0]
-    codec.draw_from(lambda: committed[0], lambda: 0)
-    arenas = Arenas(bucket, torch.zeros(spec.numel), torch.zeros(spec.numel))
+    committed, codec = 0, PayloadCodec[Tensor](ops)
+    codec.draw_from(lambda: committed, lambda: 0)
+    arenas, *states = (
+        Arenas(each, torch.zeros(each.numel), torch.zeros(each.numel))
+        for each in (bucket, *(state_plan(bucket, name) for name in declared(plan)))
+    )
+    alone = ShardedExchange(Loopback(1, ops).collective(0))
+    storage = Storage([arenas], states=dict(zip(declared(plan), states, strict=True)))
+    exchange = ReducedBucket(bucket, storage, codec, alone)
     output = torch.empty_like(gradient)
-    gathered: list[Tensor] = []
-
-    def decode() -> None:
-        if not gathered:
-            gathered.append(torch.cat([payload] * 2))
-        codec.decode(bucket, gathered[0], 0.5, [output])
-
-    if isinstance(method, Codec):
-        payload = codec.new_payload(bucket)
-
-        def encode() -> None:
-            codec.measures.set(bucket, [0.0] * len(method.needed_measures))
-            codec.encode(arenas, [gradient], payload)
-            arenas.swap()
-            committed[0] += 1
-
-        return encode, decode
-    states = {
-        name: Arenas(each, torch.zeros(each.numel), torch.zeros(each.numel))
-        for name in declared(plan)
-        for each in [state_plan(bucket, name)]
-    }
-    collective: Any = Alone()
-    by = ShardedExchange(collective)
-    exchange = ReducedBucket(bucket, Storage([arenas], states=states), codec, by)
 
     def reduce() -> None:
+        nonlocal committed
         exchange.send([gradient], "b")
         exchange.receive([output])
         exchange.swap()
-        committed[0] += 1
+        committed += 1
 
-    return reduce, None
-
-
-def medians(ways: dict[str, Step], before: Step, repeats: int) -> dict[str, list[float]]:
-    """Median milliseconds of each step, and median multiple of `r += g` in the same turn."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats + 1):
-        for name, step in ways.items():
-            before()
-            started = time.thread_time()
-            step()
-            taken[name].append(1e3 * (time.thread_time() - started))
-    floor = taken[FLOOR]
-    return {
-        name: [
-            statistics.median(each[1:]),
-            statistics.median(one / other for one, other in zip(each[1:], floor[1:], strict=True)),
-        ]
-        for name, each in taken.items()
-    }
+    return reduce
 
 
 def measure(
     shape: tuple[int, int], names: Sequence[str], repeats: int, ops: TorchOps
 ) -> dict[str, dict[str, list[float]]]:
     """Measure encoding and decoding of the named methods."""
-    gradient, residual = torch.randn(shape), torch.zeros(shape)
-    floor: dict[str, Step] = {FLOOR: lambda: residual.add_(gradient)}
-    pool = [torch.randn(shape) for _ in range(3)]
-
-    def next_gradient() -> None:
-        factor = random.choice((-1, 1)) * random.uniform(0.7, 1.3)
-        torch.mul(random.choice(pool), factor, out=gradient)
-
-    encode, decode = dict(floor), dict(floor)
+    gradients = Gradients.of(*shape)
+    encode, decode = ({FLOOR: gradients.floor()} for _ in range(2))
     for name in names:
-        encode[name], read = step_of(method_of(name), gradient, ops)
-        if read is not None:
-            decode[name] = read
-        for _ in range(SETTLE):
-            next_gradient()
-            encode[name]()
+        method = method_of(name)
+        if isinstance(method, Codec):
+            ours = Encoding(gradients, method, ops).settle(SETTLE)
+            encode[name], decode[name] = ours.step, ours.decoding([ours.payload] * 2)
+        else:
+            encode[name] = rounds(gradients.current, method, ops)
+            for _ in range(SETTLE):
+                gradients.next()
+                encode[name]()
     return {
-        "encode": medians(encode, next_gradient, repeats),
-        "decode": medians(decode, lambda: None, repeats),
+        "encode": medians(encode, gradients.next, repeats),
+        "decode": medians(decode, None, repeats),
+    }
+
+
+def medians(
+    steps: dict[str, Step], before: Callable[[], None] | None, repeats: int
+) -> dict[str, list[float]]:
+    """Median milliseconds of each step, and median multiple of `r += g` in the same turn."""
+    taken = milliseconds(steps, before, repeats, time.thread_time)
+    return {
+        name: [
+            statistics.median(each),
+            statistics.median(ms / floor for ms, floor in zip(each, taken[FLOOR], strict=True)),
+        ]
+        for name, each in taken.items()
     }
 
 

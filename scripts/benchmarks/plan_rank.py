@@ -12,81 +12,66 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 from torch import Tensor
 
 from benchmarks.plan import DENSE, LEAST, MOST, NONE, SETTLED, STRATEGIES, Exchange
+from benchmarks.shapes import Shapes, training
+from horovod_topk.cli.bench.ranks import HorovodRanks, barrier, most
 from horovod_topk.cli.frameworks import Framework, find
 from horovod_topk.cli.models import MODELS
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.measure import timed
+from horovod_topk.cli.timing import clocked
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.methods.topk import TopK
 from horovod_topk.reporting import launched_rank
-from shapes import Shapes
+from horovod_topk.torch import TopKEF
 
 LONG = 15.0  # seconds of repeats; after them, no more than the least number
 
 
-def training(hvd: Any, model: Shapes, strategy: Exchange) -> Callable[[], None]:
+def step_of(model: Shapes, strategy: Exchange) -> Callable[[], None]:
     """A training step with one exchange."""
-    directions = directions_of(model, hvd.rank())
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-9)
-    if strategy != NONE:
-        from horovod_topk.torch import TopKEF
-
-        if strategy == DENSE:
-            compression = hvd.Compression.none
-        else:
-            compression = TopKEF(ratio=0.01, warmup=None, **asdict(strategy))
-        names = model.named_parameters()
-        optimizer = hvd.DistributedOptimizer(
-            optimizer, named_parameters=names, compression=compression
-        )
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model.loss(directions).backward()
-        optimizer.step()
-
+    compression: object | None = None
+    if strategy == DENSE:
+        compression = hvd.Compression.none
+    elif strategy != NONE:
+        compression = TopKEF(ratio=0.01, warmup=None, **asdict(strategy))
+    step, _ = training(model, compression, partial(model.loss, directions_of(model)))
     return step
 
 
-def directions_of(model: Shapes, rank: int) -> list[Tensor]:
+def directions_of(model: Shapes) -> list[Tensor]:
     """Gradients of this rank; all are views of one array, to save the memory that hosts share."""
     most = max(weight.numel() for weight in model.weights)
-    noise = torch.randn(most, generator=torch.Generator().manual_seed(rank))
+    noise = torch.randn(most, generator=torch.Generator().manual_seed(hvd.rank()))
     return [noise[: weight.numel()].view_as(weight) for weight in model.weights]
 
 
 def repeated(step: Callable[[], None], warm_up: int) -> list[float]:
     """Seconds of each step on the slowest rank; all ranks take as many steps."""
-    from horovod_topk.cli.bench.ranks import HorovodRanks, barrier, most
-
     ranks = HorovodRanks()
-
     for _ in range(warm_up):
         step()
-    taken: list[float] = []
+    timed, taken = clocked(step, partial(barrier, ranks)), list[float]()
     while len(taken) < LEAST or (len(taken) < MOST and sum(taken) < LONG):
-        barrier(ranks)
-        began = time.perf_counter()
-        step()
-        taken += most(ranks, [time.perf_counter() - began])
+        taken += most(ranks, [timed()])
     return taken
 
 
-def steps(hvd: Any, name: str, strategies: Iterable[Exchange]) -> dict[str, list[float]]:
+def steps(name: str, strategies: Iterable[Exchange]) -> dict[str, list[float]]:
     """Step times of each exchange; dense has one warm-up step, in which names are cached."""
     found = {}
     for strategy in strategies:
-        step = training(hvd, Shapes(name), strategy)
+        step = step_of(Shapes(name), strategy)
         found[strategy.name] = repeated(step, warm_up=1 if strategy == DENSE else SETTLED)
         del step
         gc.collect()
@@ -111,7 +96,6 @@ def main() -> None:
     found: dict[str, Any] = {}
     if args.model is None and launched_rank() == 0:
         found["kernels"] = asdict(kernels.measure(framework, TopK(ratio=0.01, values="float32")))
-    hvd = framework.hvd
     hvd.init()
     if args.model is None:
         found["samples"] = samples(framework)
@@ -119,7 +103,7 @@ def main() -> None:
         strategies = [
             strategy for strategy in STRATEGIES if not (args.without_dense and strategy == DENSE)
         ]
-        found["repeats"] = steps(hvd, args.model, strategies)
+        found["repeats"] = steps(args.model, strategies)
     if hvd.rank() == 0:
         args.json.write_text(json.dumps(found))
     hvd.shutdown()

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +24,12 @@ with contextlib.suppress(ImportError):
 
 import tensorflow as tf
 import torch
-from torch import nn
-from tqdm import tqdm
 
-from horovod_topk.cli.compare.simulated.exchanges import Compressed, compressed
+from benchmarks.simulated import PARTS, PLAIN, Training
 from horovod_topk.cli.machine import machine
 from horovod_topk.cli.models import resnet50_specs
+from horovod_topk.cli.timing import clocked, in_turns
 from horovod_topk.core.plan.buckets import TensorSpec
-from horovod_topk.core.run.substitute import parse
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.tensorflow.planning import Settings
@@ -44,7 +41,6 @@ from pages.markdown import table
 
 read = stored
 DEFAULT = "TopKEF(warmup=None)"  # as after its first 60 steps
-PLAIN = "TopKEF(momentum=0, follow_lr=False, warmup=None)"
 SETTLE = 24  # steps before the first timed one; phi, which begins at 1, has settled then
 FLOOR = "`r += g`"
 BESIDE = {  # row -> the dense row whose step is not added
@@ -66,83 +62,20 @@ def compute_with_one_thread() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
-class Clock:
-    """Measures the parts of a step one after the other."""
+def step_of(training: Training) -> Callable[[], Parts]:
+    """A step that returns the time of its parts."""
 
-    def __init__(self) -> None:
-        self.parts: Parts = {}
-        self._last = time.perf_counter()
+    def step() -> Parts:
+        parts: Parts = {}
+        training(lambda name, part: parts.update({name: 1e3 * clocked(part)()}))
+        return parts
 
-    def skip(self) -> None:
-        """Do not count the time since the last part."""
-        self._last = time.perf_counter()
-
-    def end(self, part: str) -> None:
-        """Record the time since the last part, or since `skip`, as the time of this part."""
-        self.parts[part] = 1e3 * (time.perf_counter() - self._last)
-        self.skip()
+    return step
 
 
-class InTorch:
-    """Steps of a model in PyTorch.
-
-    Args:
-        specs: shapes of its parameters.
-        optimizer: adamw, fused adamw, sgd or none.
-        call: the compressor; None: dense, so that nothing is compressed.
-    """
-
-    def __init__(self, specs: Sequence[TensorSpec], optimizer: str, call: str | None) -> None:
-        self._model = nn.ParameterDict(
-            {spec.name: nn.Parameter(0.02 * torch.randn(spec.shape)) for spec in specs}
-        )
-        parameters = list(self._model.parameters())
-        is_fused = optimizer == "fused adamw"
-        self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, fused=is_fused)
-        if "adamw" not in optimizer:
-            self._optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-        self._steps = optimizer != "none"
-        for p in parameters:
-            p.grad = torch.randn_like(p)
-        self._optimizer.step()  # roots of mean squares of 0 take PyTorch seven times longer
-        self._exchange: Compressed | None = None
-        if call is not None:
-            self._exchange = compressed(self._model, self._optimizer, 2, parse(call))
-        self._gradients = [[torch.randn_like(p) for p in parameters] for _ in range(2)]
-        self._now = [[torch.empty_like(p) for p in parameters] for _ in range(2)]
-
-    def __call__(self) -> Parts:
-        """Make a step with other gradients than in the last one."""
-        signs = torch.randint(0, 2, (2,)).mul(2).sub(1).tolist()
-        for now, drawn, sign in zip(self._now, self._gradients, signs, strict=True):
-            torch._foreach_copy_(now, drawn)
-            torch._foreach_mul_(now, sign * 0.5 ** float(torch.rand(())))
-        clock = Clock()
-        if self._exchange is not None:
-            self._compress(clock, self._exchange)
-        if self._steps:
-            for p, gradient in zip(self._model.parameters(), self._now[0], strict=True):
-                p.grad = gradient
-            clock.skip()
-            self._optimizer.step()
-            clock.end("step")
-        return clock.parts
-
-    def _compress(self, clock: Clock, exchange: Compressed) -> None:
-        pairs = list(zip(exchange.compressors, map(exchange.in_buckets, self._now), strict=True))
-        for rank, (compressor, buckets) in enumerate(pairs):
-            clock.skip()
-            for ordinal, bucket in buckets.items():
-                compressor.launch(ordinal, bucket)
-            if not rank:
-                clock.end("encode")
-        for rank, (compressor, buckets) in enumerate(pairs):
-            clock.skip()
-            for ordinal, bucket in buckets.items():
-                compressor.step.finish(ordinal, bucket)
-            compressor.commit()
-            if not rank:
-                clock.end("decode")
+def whole(name: str, call: Callable[[], object]) -> Callable[[], Parts]:
+    """A call whose time is that of one part."""
+    return lambda: {name: 1e3 * clocked(call)()}
 
 
 @dataclass(frozen=True)
@@ -183,65 +116,36 @@ class Collective(Alone):
         self.timer = GraphTimer()
 
 
-class InTensorflow:
-    """Steps of plain error feedback in a tf.function; the two ranks send the same."""
+def in_tensorflow(specs: Sequence[TensorSpec]) -> Callable[[], object]:
+    """A step of plain error feedback in a tf.function; the two ranks send the same."""
+    variables = [tf.Variable(tf.zeros(s.shape), name=s.name) for s in reversed(specs)]
+    method = TopK(momentum=0, follow_lr=False, warmup=None)
+    state = OptimizerState(method, variables, Settings("average", None, Alone()), Stores())
+    state._state.collective = Collective()
+    gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        variables = [tf.Variable(tf.zeros(s.shape), name=s.name) for s in reversed(specs)]
-        method = TopK(momentum=0, follow_lr=False, warmup=None)
-        state = OptimizerState(method, variables, Settings("average", None, Alone()), Stores())
-        state._state.collective = Collective()
-        gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]
+    def step() -> None:  # gradients neither come from Python nor go there, as in training
+        tf.group(*state.exchange(gradients, variables))
 
-        def step() -> None:  # gradients neither come from Python nor go there, as in training
-            tf.group(*state.exchange(gradients, variables))
-
-        self._step = tf.function(step, autograph=False)
-
-    def __call__(self) -> Parts:
-        """Make a step."""
-        clock = Clock()
-        self._step()
-        clock.end("all")
-        return clock.parts
-
-
-def triad(specs: Sequence[TensorSpec]) -> Callable[[], Parts]:
-    """Return a step that computes `r += g` over as many elements."""
-    residual, gradient = (torch.ones(sum(spec.numel for spec in specs)) for _ in range(2))
-
-    def step() -> Parts:
-        clock = Clock()
-        residual.add_(gradient)
-        clock.end("encode")
-        return clock.parts
-
-    return step
+    return tf.function(step, autograph=False)
 
 
 def ways(specs: Sequence[TensorSpec]) -> dict[str, Callable[[], Parts]]:
     """Return the steps to time, by name."""
-    return {
-        FLOOR: triad(specs),
-        "TopKEF, AdamW": InTorch(specs, "adamw", DEFAULT),
-        "dense, AdamW": InTorch(specs, "adamw", None),
-        "dense, fused AdamW": InTorch(specs, "fused adamw", None),
-        "TopKEF, SGD with momentum": InTorch(specs, "sgd", DEFAULT),
-        "dense, SGD with momentum": InTorch(specs, "sgd", None),
-        "plain error feedback": InTorch(specs, "none", PLAIN),
-        "TensorFlow": InTensorflow(specs),
+    residual, gradient = (torch.ones(sum(spec.numel for spec in specs)) for _ in range(2))
+    rows = {
+        "TopKEF, AdamW": Training(specs, "adamw", DEFAULT),
+        "dense, AdamW": Training(specs, "adamw", None),
+        "dense, fused AdamW": Training(specs, "fused adamw", None),
+        "TopKEF, SGD with momentum": Training(specs, "sgd", DEFAULT),
+        "dense, SGD with momentum": Training(specs, "sgd", None),
+        "plain error feedback": Training(specs, "none", f"TopKEF({PLAIN})"),
     }
-
-
-def measure(steps: dict[str, Callable[[], Parts]], repeats: int) -> dict[str, list[Parts]]:
-    """Time the steps in turns, so that other load on the machine slows all of them alike."""
-    taken: dict[str, list[Parts]] = {name: [] for name in steps}
-    for turn in tqdm(range(SETTLE + repeats), disable=None):
-        for name, step in steps.items():
-            found = step()
-            if turn >= SETTLE:
-                taken[name].append(found)
-    return taken
+    return {
+        FLOOR: whole("encode", lambda: residual.add_(gradient)),
+        **{name: step_of(training) for name, training in rows.items()},
+        "TensorFlow": whole("all", in_tensorflow(specs)),
+    }
 
 
 def values(results: dict[str, Any]) -> Values:
@@ -259,12 +163,10 @@ def values(results: dict[str, Any]) -> Values:
         if "encode" in parts:
             pairs = zip(taken[name], floors, strict=True)
             times = f"{statistics.median(each['encode'] / floor for each, floor in pairs):.2f}"
-        encode, decode, step = (
-            f"{parts[part]:.1f}" if part in parts else "" for part in ("encode", "decode", "step")
-        )
+        encode, decode, step = (f"{parts[part]:.1f}" if part in parts else "" for part in PARTS)
         added = ""
         if name in BESIDE:
-            dense = [each["step"] for each in taken[BESIDE[name]]] if BESIDE[name] else floors
+            dense = [each[PARTS[-1]] for each in taken[BESIDE[name]]] if BESIDE[name] else floors
             each_turn = zip(taken[name], dense, floors, strict=True)
             less = bool(BESIDE[name])
             shares = [(sum(own.values()) - less * d) / floor for own, d, floor in each_turn]
@@ -287,7 +189,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     compute_with_one_thread()
     torch.manual_seed(0)
-    taken = measure(ways(resnet50_specs()), args.repeats)
+    taken = in_turns(ways(resnet50_specs()), args.repeats, warm_up=SETTLE)
     there = machine() | {"features": torch.backends.cpu.get_cpu_capability()}
     (RESULTS / "benchmarks.json").write_text(json.dumps({"taken": taken, "machine": there}) + "\n")
     print(write("benchmarks").read_text())

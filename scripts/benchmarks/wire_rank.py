@@ -24,11 +24,11 @@ from typing import Any, Self
 import horovod.torch as hvd
 import torch
 
+from benchmarks.shapes import Shapes, training
 from benchmarks.wire import DENSE, HALF, Way, ways
 from cluster.host import INTERFACE
 from horovod_topk.cli.bench.nic import Sent, scheduled
 from horovod_topk.torch import TopKEF
-from shapes import Shapes
 
 IDLE_SECONDS = 3.0  # at most
 WARM_UP = 2  # steps: Horovod's cache learns the names, residuals fill
@@ -47,28 +47,13 @@ def sent() -> Sent:
     return found
 
 
-def training(way: Way, model: Shapes) -> tuple[Callable[[], None], Any]:
+def step_of(way: Way, model: Shapes) -> tuple[Callable[[], None], Any]:
     """A step of training in this way, and its optimizer."""
-    names = model.named_parameters()
-    plain = torch.optim.SGD(model.parameters(), lr=1e-9)
     own = {DENSE: hvd.Compression.none, HALF: hvd.Compression.fp16}
-    compression = own.get(way.exchange) or TopKEF(
-        ratio=way.ratio,
-        values=way.values,
-        exchange=way.exchange,
-        min_numel=way.min_numel,
-        warmup=None,
-    )
-    optimizer = hvd.DistributedOptimizer(plain, named_parameters=names, compression=compression)
-    generator = torch.Generator().manual_seed(hvd.rank())
-    directions = [torch.randn(weight.shape, generator=generator) for weight in model.weights]
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model.loss(directions).backward()
-        optimizer.step()
-
-    return step, optimizer
+    settings = asdict(way) | {"warmup": None}
+    compression = own[way.exchange] if way.exchange in own else TopKEF(**settings)
+    directions = model.noise(torch.Generator().manual_seed(hvd.rank()))
+    return training(model, compression, partial(model.loss, directions))
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,7 @@ def measure(way: Way, model: Shapes, steps: int, timeline: Path | None) -> dict[
 
     timeline: where Horovod may write one; without it cycles are not counted.
     """
-    step, optimizer = training(way, model)
+    step, optimizer = step_of(way, model)
     for _ in range(WARM_UP):
         step()
 

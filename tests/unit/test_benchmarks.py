@@ -19,7 +19,10 @@ import pages
 from benchmarks import gpu_steps, kernels, kernels_page, methods, residuals, steps
 from benchmarks.jobs import Jobs
 from benchmarks.residuals_watch import along, contraction, karimireddy, stich, worst_case
+from horovod_topk.cli.timing import in_turns
 from horovod_topk.core.plan.buckets import TensorSpec
+
+pytestmark = pytest.mark.tools
 
 NUMEL = 5_000
 
@@ -61,7 +64,7 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compression() -> None:
     specs = [TensorSpec("weight", (64, 80), "float32"), TensorSpec("bias", (64,), "float32")]
-    taken = steps.measure(steps.ways(specs), repeats=2)
+    taken = in_turns(steps.ways(specs), repeats=2, warm_up=3)
     there = kernels.machine() | {"features": "some"}
     page = pages.made("benchmarks", steps.values({"taken": taken, "machine": there}))
     assert "| TopKEF, AdamW | " in page

@@ -11,6 +11,8 @@ from cluster import ClusterError, Link, missing, needs
 from cluster.horovod import complete
 from cluster.link import bits_per_second
 
+pytestmark = pytest.mark.tools
+
 HOSTS = ["host1", "host2"]
 
 

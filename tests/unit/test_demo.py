@@ -13,6 +13,8 @@ pytest.importorskip("horovod.torch")
 import demo
 import paced
 
+pytestmark = pytest.mark.tools
+
 RUN: dict[str, Any] = {
     "history": {"accuracy": [0.5, 0.98]},
     "sent_bytes": 1_135_144,

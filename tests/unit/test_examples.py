@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

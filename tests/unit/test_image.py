@@ -22,6 +22,8 @@ from setup import horovod, image, machine, provision
 from setup.cuda import Gpu
 from setup.horovod import Variant
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker"
 DOCKERFILES = [FOLDER / "Dockerfile.cpu", FOLDER / "Dockerfile.gpu"]

@@ -26,6 +26,8 @@ from pages.markdown import spread
 from study import page
 from study.results import Study
 
+pytestmark = pytest.mark.tools
+
 # Each with the fewest runs that it can have.
 STUDIES = {"accuracy": 101, "default": 101, "frontier": 101, "practice": 101, "methods": 40}
 # Not kernels, whose rows of momentum are of an older version, nor plan-grid, whose constants are

@@ -18,6 +18,8 @@ from horovod_topk.cost.collective_cost import ring_allreduce
 from horovod_topk.cost.machine import Kernels, Machine, Network
 from horovod_topk.cost.traffic import nodes_of
 
+pytestmark = pytest.mark.tools
+
 CELL = Cell(2, "1gbit", "resnet18")
 NETWORK = Network(1e9, latency=2e-4, overhead=1.5e-3, goodput=0.9, copy=2e-10, add=3e-10)
 KERNELS = Kernels(encode=4e-10, clear=1e-10, decode=2e-9, multiply=5e-10, triad=3e-10)

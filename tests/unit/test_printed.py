@@ -14,6 +14,8 @@ import printed
 from horovod_topk import cli
 from horovod_topk.cli.options import Parser, add, behind_dashes, joined
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.mark.parametrize("page", printed.PAGES, ids=lambda page: page.name)
 def test_outputs_are_those_of_now(page: Path) -> None:

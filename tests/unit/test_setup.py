@@ -25,6 +25,8 @@ from setup.horovod import HorovodError, Variant
 from setup.run import Console, Runner, SetupError, explain, percent_done
 from setup.state import Environment, exclusive
 
+pytestmark = pytest.mark.tools
+
 INPUTS = horovod.BuildInputs(
     horovod="0.28.1",
     patches="p",
