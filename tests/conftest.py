@@ -6,6 +6,7 @@ Tests are in tiers, and `--tier` says which of them run:
 | ------- | ----------------- | ------------------------------------------------------------------ |
 | `fast`  | `make test`       | every feature and every law, on fewer inputs: see the marks        |
 | `tools` | `make test-tools` | the command, scripts, pages, images and set-up, on fewer inputs    |
+| `usual` | `pytest`          | both of them                                                       |
 | `all`   | `make test-all`   | every test                                                         |
 | `rest`  |                   | what `all` adds to the first two; `.ci/run` runs it after them     |
 
@@ -37,7 +38,7 @@ BEGAN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=list(PART), default="fast", help="which tests")
+    parser.addoption("--tier", choices=list(PART), default="usual", help="which tests")
     parser.addoption(
         "--begin-within",
         type=float,
@@ -54,10 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the tier; those marked `long` begin first, and others run beside them."""
     tier, seen = config.getoption("--tier"), Counter[str]()
+    wanted = {"fast", "tools"} if tier == "usual" else {tier}
     chosen, others = list[pytest.Item](), list[pytest.Item]()
     for item in items:
         function = item.nodeid.split("[")[0]
-        (chosen if tier in tiers_of(item, seen[function]) else others).append(item)
+        (chosen if wanted & {*tiers_of(item, seen[function])} else others).append(item)
         seen[function] += 1
     config.hook.pytest_deselected(items=others)
     items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
@@ -90,8 +92,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def tier(pytestconfig: pytest.Config) -> str:
-    """Which tests run: "fast", "tools", "rest" or "all"."""
-    return str(pytestconfig.getoption("--tier"))
+    """Which tests run: "fast", "rest" or "all"; those of tools are as many as in "fast"."""
+    tier = str(pytestconfig.getoption("--tier"))
+    return "fast" if tier in ("tools", "usual") else tier
 
 
 @pytest.fixture(scope="session", autouse=True)

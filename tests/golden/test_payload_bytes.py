@@ -19,6 +19,7 @@ from oracle.world import World
 
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.shards import first_block
 from horovod_topk.errors import PayloadError, PlanMismatchError, TopKError
 from horovod_topk.methods.topk import TopK
 
@@ -488,3 +489,17 @@ def test_a_rank_that_sent_another_length_is_noticed_before_a_gradient_changes(
         world.finish()
     after = backend.numpy(world._arrays[0]["w"])
     assert after.tolist() == WEIGHT
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "part", "block"),
+    [
+        ("net.0.weight", 4, 0, 2),
+        ("net.0.weight", 4, 3, 1),
+        ("head.bias", 3, 1, 2),
+        ("v#2", 8, 5, 4),
+    ],
+)
+def test_owners_of_earlier_checkpoints(name: str, parts: int, part: int, block: int) -> None:
+    """Residuals of owners are saved by shard: another owner could not read them."""
+    assert first_block(name, parts, part) == block

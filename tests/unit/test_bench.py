@@ -32,6 +32,8 @@ from horovod_topk.errors import TopKError
 from horovod_topk.reporting import RANKS
 from horovod_topk.torch import TopKEF
 
+pytestmark = pytest.mark.tools
+
 
 class One:
     """One rank, alone: `horovod_topk.cli.bench.ranks.Ranks`."""

@@ -20,6 +20,8 @@ from horovod_topk.cost import owners
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import VALUES, TopK
 
+pytestmark = pytest.mark.tools
+
 
 def rows(text: str) -> dict[tuple[str, str], tuple[int, float]]:
     """(exchange, values) -> bytes a rank sends, and how many times fewer leave a node."""

@@ -22,6 +22,8 @@ from horovod_topk.cli.compare.settings import checked, of_file
 from horovod_topk.cost import machine as machines
 from horovod_topk.errors import TopKError
 
+pytestmark = pytest.mark.tools
+
 WRONG: list[Any] = [None, "x", [], [[]], {}, {"a": 1}, True, -1, 0, 1.5]
 WRONG += [float("nan"), float("inf"), 1e300, 10**400]
 Change = Callable[[Any], None]

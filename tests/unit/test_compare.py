@@ -36,6 +36,8 @@ from horovod_topk.cli.compare.verdict import NOT, PAYS, judge, overall
 from horovod_topk.cli.process import Ended, follow, rank_of
 from horovod_topk.errors import TopKError
 
+pytestmark = pytest.mark.tools
+
 LOSS, ACCURACY = Metric("loss", False), Metric("accuracy", True)
 CURVE = [(10, 1.0, 3.0), (20, 2.0, 2.0), (30, 3.0, 2.5), (40, 4.0, 1.0)]
 

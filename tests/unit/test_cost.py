@@ -41,6 +41,8 @@ from horovod_topk.cost.verdict import judge, rows
 from horovod_topk.methods import Dense, PowerSGD, TernGrad
 from horovod_topk.methods.topk import TopK
 
+pytestmark = pytest.mark.tools
+
 NOTHING = Kernels(0.0, 0.0, 0.0, 0.0, 0.0)
 KERNELS = Kernels(encode=5e-10, clear=2e-10, decode=3e-9, multiply=2e-10, triad=3e-10)
 NETWORK = Network(bandwidth=1e9, latency=5e-5, overhead=1e-3)

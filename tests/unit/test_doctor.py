@@ -20,6 +20,8 @@ from horovod_topk.cli.doctor.software import Build
 from horovod_topk.kernels import native, triton
 from horovod_topk.reporting import RANKS
 
+pytestmark = pytest.mark.tools
+
 BOTH = Build(("torch", "tensorflow"), ("gloo", "mpi"))
 
 

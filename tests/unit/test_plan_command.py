@@ -21,6 +21,8 @@ from horovod_topk.cost.strategies import Multiples
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import VALUES, TopK
 
+pytestmark = pytest.mark.tools
+
 SEED = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--bandwidth", "10gbit"]
 
 

@@ -23,6 +23,8 @@ from horovod_topk.ops.torch import TorchOps
 from study import loops
 from study.workloads import SHARDS, workload
 
+pytestmark = pytest.mark.tools
+
 WORKLOADS = Path(workload.__code__.co_filename)
 OPTIONS = {"task": "digits", "optimizer": "sgd", "shards": "equal", "lr": 0.1, "steps": 5}
 
