@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.state.learning_rates import LARGEST, RATES, is_unit
+from horovod_topk.core.state.learning_rates import LARGEST, RATES, next_units
 from horovod_topk.tensorflow.variables import apart
 
 
@@ -94,10 +94,11 @@ class StepRates:
         self._variable, self._places = pairs, {name: i for i, name in enumerate(rows)}
         self.rate, self._rows = rate, [*rows.values()]
         before, largest = tf.unstack(tf.gather(pairs, self._rows), axis=1)
-        unit = tf.maximum(rate, tf.constant(falls, tf.float64) * before)
-        is_known = (rate > 0.0) & is_unit(unit)
-        largest = tf.where(is_known, tf.maximum(rate, largest), largest)
-        unit = tf.where(is_known, unit, before)
+        fall = tf.constant(falls, tf.float64)
+        *now, is_known = next_units(rate, before, largest, fall, tf.maximum)
+        unit, largest = (
+            tf.where(is_known, *each) for each in zip(now, (before, largest), strict=True)
+        )
         self._pairs = tf.stack([unit, largest], 1)
         factors = tf.where(before > 0, tf.math.divide_no_nan(before, unit), 1.0)
         self._factors = tf.where(tf.equal(rate, 0.0), tf.zeros_like(factors), factors)

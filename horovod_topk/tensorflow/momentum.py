@@ -20,7 +20,6 @@ from horovod_topk.core.run.optimizers import (
     none_to_correct,
     note_followed,
     warn_of_clipping,
-    why_not_by_arrivals,
 )
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.compressor import Compressor
@@ -60,22 +59,18 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         config = replace(config, follow_lr=_present(optimizer, "learning_rate") is not None)
     normalises = _is_adam(optimizer)
     is_known = normalises or _is_a(optimizer, "SGD")
-    is_auto = "momentum" in compressor.deferred
-    why = _why_left(optimizer) or why_not_by_arrivals(config) if is_auto else ""
-    follows = is_auto and not why
-    config = fitted(
+    kind = kind_of(optimizer)
+    config, why = fitted(
         config,
         compressor.deferred,
+        kind,
+        lambda: _why_left(optimizer),
         normalises=normalises if is_known else None,
-        follows=follows,
     )
-    kind = kind_of(optimizer)
-    if why:
-        log.info("TopKEF leaves momentum to %s: %s", kind, why)
     check_not_twice(optimizer, config)
     if not compresses(process_set):
         return Fitted(compressor, config)
-    if follows:
+    if why is None:
         note_followed(kind)
         rule = tracker.ADAM if normalises else tracker.SGD
         beta2 = _number(_present(optimizer, "beta_2")) if normalises else None

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.control import guard
-from horovod_topk.core.control.schedule import DENSE, Decision, Schedule
+from horovod_topk.core.control.schedule import Decision, Schedule, chosen
 from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.plan.facts import PRIME, START, pack, with_ratio
 from horovod_topk.core.plan.payload import FACTS_BYTES
@@ -143,19 +143,19 @@ class TracedSchedule:
 
     def _position(self) -> Any:
         """Position of the next step's level, in a graph."""
-        levels, committed = self._schedule.levels, self._committed.read_value()
-        usual: Any = tf.constant(levels.index(self._schedule.ratio_after_warmup))
-        if self._schedule.decides:
-            decided = self._decided.read_value()
-            usual = tf.where(decided < 0, usual, decided)
-        for until, ratio in reversed(self._config.stretches):
-            usual = tf.where(committed < until, levels.index(ratio), usual)
-        asked = self._asked.read_value()
-        chosen = tf.where(asked < 0, usual, asked)
-        if self._config.guard is None:
-            return chosen
-        is_over = tf.not_equal(self._stage.read_value(), guard.COMPRESSING)
-        return tf.where(is_over, levels.index(DENSE), chosen)
+        schedule, is_over = self._schedule, False
+        if self._config.guard is not None:
+            is_over = tf.not_equal(self._stage.read_value(), guard.COMPRESSING)
+        decided = self._decided.read_value() if schedule.decides else -1
+        known = self._committed.read_value(), decided, self._asked.read_value()
+        return schedule.level_of(*known, is_over=is_over, where=_where)
+
+
+def _where(condition: Any, this: Any, other: Any) -> Any:
+    """`tf.where`, without an operation if the condition is known when the graph is traced."""
+    if isinstance(condition, bool):
+        return chosen(condition, this, other)
+    return tf.where(condition, this, other)
 
 
 def _start() -> Any:

@@ -30,7 +30,6 @@ from horovod_topk.core.run.optimizers import (
     kind_of,
     none_to_correct,
     note_followed,
-    why_not_by_arrivals,
 )
 from horovod_topk.core.run.optimizers import advise as advise_of
 from horovod_topk.core.state.learning_rates import Rates, fall_of
@@ -208,7 +207,7 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
 
 def fit_settings(
     optimizer: Any, config: Method, deferred: Mapping[str, str]
-) -> tuple[Method, Rule | None]:
+) -> tuple[Method, Rule | None, str]:
     """Fill in the settings that depend on the optimizer, and on how its steps are adapted.
 
     Args:
@@ -217,41 +216,39 @@ def fit_settings(
         deferred: names of the settings that are left to the compressor.
 
     Returns:
-        The settings, and the rule by which its steps are adapted; None: they are not.
+        The settings; the rule by which its steps are adapted, or None if they are not; and why
+        "auto" has left them as they are, if it has.
 
     Raises:
         ConfigError: momentum would be applied twice, or weights would become NaN.
     """
-    config, rule = fit_momentum(optimizer, config, deferred)
+    config, rule, why_left = fit_momentum(optimizer, config, deferred)
     config = guarded(config, deferred)
     if "follow_lr" in deferred:
         why = why_not_followed(optimizer)
         config = replace(config, follow_lr=not why)
         if why:
             log.info("TopKEF does not follow learning rates: %s", why)
-    return config, rule
+    return config, rule, why_left
 
 
 def fit_momentum(
     optimizer: Any, config: Method, deferred: Mapping[str, str]
-) -> tuple[Method, Rule | None]:
+) -> tuple[Method, Rule | None, str]:
     """As `fit_settings`, for momentum alone."""
     _check_eps(optimizer, config)
     is_adam, kind = isinstance(optimizer, (Adam, AdamW)), kind_of(optimizer)
     normalises = is_adam if is_adam or isinstance(optimizer, SGD) else None
-    is_auto = "momentum" in deferred
-    if is_auto:
+    if "momentum" in deferred:
         give_back(optimizer)
-    why = _why_left(optimizer, config) if is_auto else ""
-    follows = is_auto and not why
-    config = fitted(config, deferred, normalises=normalises, follows=follows)
-    if why:
-        log.info("TopKEF leaves momentum to %s: %s", kind, why)
-    elif not follows:
-        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
-    else:
-        note_followed(kind)
-    return config, (tracker.ADAM if is_adam else tracker.SGD) if follows else None
+    config, why = fitted(
+        config, deferred, kind, lambda: _why_left(optimizer), normalises=normalises
+    )
+    check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+    if why is not None:
+        return config, None, why
+    note_followed(kind)
+    return config, tracker.ADAM if is_adam else tracker.SGD, ""
 
 
 def _check_eps(optimizer: Any, config: Method) -> None:
@@ -270,7 +267,7 @@ def _check_eps(optimizer: Any, config: Method) -> None:
                 )
 
 
-def _why_left(optimizer: Any, config: Method) -> str:
+def _why_left(optimizer: Any) -> str:
     """Reason why momentum="auto" leaves this optimizer's steps as they are; empty: none."""
     groups = optimizer.param_groups
     if not isinstance(optimizer, (SGD, Adam, AdamW)):
@@ -292,7 +289,7 @@ def _why_left(optimizer: Any, config: Method) -> str:
     narrow = {str(p.dtype) for p in parameters if p.dtype not in wide}
     if narrow:
         return f"gradients are {', '.join(sorted(narrow))}"
-    return why_not_by_arrivals(config)
+    return ""
 
 
 def _steps_as_known(optimizer: Any) -> bool:
@@ -357,17 +354,16 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> Any:
     return optimizer.register_step_pre_hook(untraced(lambda it, *_: give(it)))
 
 
-def advise(optimizer: Any, config: Method, *, is_auto: bool) -> tuple[str, ...]:
+def advise(optimizer: Any, config: Method, why: str) -> tuple[str, ...]:
     """Warn about an optimizer whose steps do not take into account that gradients arrive late.
 
-    is_auto: whether `momentum` is left to the compressor.
+    why: as `fit_momentum` has returned it.
 
     Returns:
         The warnings that were given: one or none.
     """
     has_beta1 = any(_now(group) for group in optimizer.param_groups if "betas" in group)
     normalises = isinstance(optimizer, (Adam, AdamW)) and has_beta1
-    why = _why_left(optimizer, config) if is_auto else ""
     return advise_of(kind_of(optimizer), config, why, normalises=normalises)
 
 

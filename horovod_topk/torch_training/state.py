@@ -118,12 +118,12 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         check_elastic(compressor.config)
         check_evaluates_once(optimizer)
         deferred, scaler = compressor.deferred, compressor.grad_scaler
-        config, rule = settings.fit_settings(optimizer, compressor.config, deferred)
+        config, rule, why = settings.fit_settings(optimizer, compressor.config, deferred)
         if isinstance(optimizer, OneBitAdam):
             config = optimizer.exchange_settings(config, names)
         advice: tuple[str, ...] = ()
         if rule is None:
-            advice = settings.advise(optimizer, config, is_auto="momentum" in deferred)
+            advice = settings.advise(optimizer, config, why)
         plan = plan_of(optimizer, names, config, reduction, groups)
         plan = plan.under(plan.config, rule)  # whose rules for ratios are applied
         preprocessing = Preprocessing.of(scaler, plan, optimizer)
@@ -132,17 +132,18 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         if not elastic():  # a rank that joins late constructs its optimizer alone
             ordinal = agree(plan, ordinal, ops, collective)
         exchange, name = exchange_of(plan, ops, collective), f"{prefix}.{ordinal}"
-        held, follow, updates = weakref.ref(optimizer), None, None
+        held, followers, updates = weakref.ref(optimizer), None, None
         if rule is not None:
-            follow = Tracker(rule, ops, lambda: moments(held(), names)).follow
-        own = Compressor(plan, ops, PayloadCodec(ops), exchange, name, collective.timer, follow)
+            followers = Tracker(rule, ops, lambda: moments(held(), names))
+        shared = plan, ops, PayloadCodec(ops), exchange, name, collective.timer
+        own = Compressor(*shared, followers)
         if rule is not None:
             updates = Updates(names, own)
         own.rates = settings.followed(optimizer, config, names)
         own.frozen = partial(settings.frozen, held, names)
         buckets, has_scaler = Buckets(names, plan), scaler is not None
-        shared = optimizer, own, buckets, preprocessing, updates
-        hooks = type(self).hooks(*shared, has_scaler=has_scaler)
+        of_hooks = optimizer, own, buckets, preprocessing, updates
+        hooks = type(self).hooks(*of_hooks, has_scaler=has_scaler)
         hooks.name, hooks.warnings = (prefix, ordinal), [*advice]
         log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
         return hooks

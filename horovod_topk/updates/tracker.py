@@ -95,19 +95,32 @@ class Tracker(Generic[Array]):
     def __init__(
         self, rule: Rule, ops: Ops[Array], moments: Callable[[], Mapping[str, Moments]] = dict
     ) -> None:
-        self.rule, self._ops, self._moments = rule, ops, moments
+        self.rule, self._ops, self._read = rule, ops, moments
+        self._moments: Mapping[str, Moments] | None = None  # before this step, once read
+
+    def begin_step(self) -> None:
+        """`core.run.follower.Followers.begin_step`."""
+        self._moments = None
+
+    def moments(self) -> Mapping[str, Moments]:
+        """Adam's second moments before this step, by tensor name."""
+        if self._moments is None:
+            self._moments = self._read()
+        return self._moments
 
     def follow(self, bucket: BucketPlan, memory: Memory) -> Energies[Array] | Norms[Array]:
-        """`core.run.follower.Follow`."""
+        """`core.run.follower.Followers.follow`."""
         if self.rule.normalises:
-            return Energies(bucket, memory, self._ops, self._moments)
+            return Energies(bucket, memory, self._ops, self.moments)
         return Norms(bucket, memory, self._ops)
 
 
 class _Bucket(Generic[Array]):
     """What both followers have of a bucket."""
 
-    def __init__(self, bucket: BucketPlan, memory: Memory, ops: Ops[Array]) -> None:
+    def __init__(
+        self, bucket: BucketPlan, memory: Memory, ops: Ops[Array], classes: int = 1
+    ) -> None:
         self._ops, self._bucket, self._states = ops, bucket, memory.states
         pieces = bucket.gradients
         self._positions = [at for at, piece in enumerate(pieces) if piece.spec.numel]
@@ -120,7 +133,8 @@ class _Bucket(Generic[Array]):
             (0, arrivals[at].start, arrivals[at].numel, *each.pick)
             for at, each in zip(self._positions, self._wholes, strict=True)
         )
-        self._scales: Any = self._constant([1.0 / each.share for each in self._wholes])
+        each_class = [1.0 / each.share for each in self._wholes] * classes
+        self._scales: Any = self._constant(each_class)  # sums of samples -> sums of tensors
 
     @property
     def codes(self) -> list[Array]:
@@ -210,7 +224,7 @@ class Energies(_Bucket[Array]):
         ops: Ops[Array],
         moments: Callable[[], Mapping[str, Moments]],
     ) -> None:
-        super().__init__(bucket, memory, ops)
+        super().__init__(bucket, memory, ops, CLASSES)
         residuals, owned, self._moments = memory.residuals, memory.owned, moments
         self._own, self._owned = residuals[memory.part if owned else 0], owned
         pieces, parts = self._own.plan.tensors, len(residuals)
@@ -222,11 +236,10 @@ class Energies(_Bucket[Array]):
             (pieces[at].start, *place[1:3], *shard.pick)
             for at, place, shard in zip(self._positions, self._places, self._shards, strict=True)
         )
+        # Gradients of which this rank, as a rank or an owner, does not send all elements.
         plans = [arenas.plan for arenas in (*residuals, *owned)]
-        # Gradients of which not all elements are sent.
-        self._selecting = sorted(
-            {each.gradient for plan in plans for each in plan.tensors if not each.sends_all}
-        )
+        pieces_of = (each for plan in plans for each in plan.tensors)
+        self._selecting = {each.gradient for each in pieces_of if not each.sends_all}
         weights = [1.0] * len(self._sizes)
         if parts > 1:  # ranks without a shard tell 0
             both = zip(self.names, self._sizes, strict=True)
@@ -235,7 +248,6 @@ class Energies(_Bucket[Array]):
             weight / each.share if each.size else 0.0
             for weight, each in zip(weights, self._shards, strict=True)
         ]
-        self._scales = self._constant([1.0 / each.share for each in self._wholes] * CLASSES)
         self._shard_scales: Any = self._constant(scales * CLASSES)
         gains = [1.0 - most**-2 for most in MOST] * len(self._sizes)
         self._gains: Any = self._constant(gains)  # largest share of E that counts as gained

@@ -154,8 +154,8 @@ class World:
             kind, collective, self.nodes, because, in_rounds=self.plan.config.in_rounds
         )
         rule: Any = self.plan.follows
-        follow = None if rule is None else Tracker(rule, ops, lambda: self.moments).follow
-        return Compressor(self.plan, ops, PayloadCodec(ops), exchange, name, follow=follow)
+        follow = None if rule is None else Tracker(rule, ops, lambda: self.moments)
+        return Compressor(self.plan, ops, PayloadCodec(ops), exchange, name, followers=follow)
 
     def _to_arrays(self, gradients: Gradients) -> dict[str, Any]:
         array = self.backend.array

@@ -97,9 +97,9 @@ class Rank(Attached[Compressor[Any]]):
         """As an optimizer that is constructed, which no other rank waits for."""
         place, ops = self.place_of, self.backend.ops
         plan = make_plan(SPECS, self.method, follows=self.rule)
-        follow = None if self.rule is None else Tracker(self.rule, ops).follow
+        follow = None if self.rule is None else Tracker(self.rule, ops)
         exchange = make_exchange(self.method.exchange, place, in_rounds=self.method.in_rounds)
-        self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, "job", follow=follow)
+        self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, "job", followers=follow)
         if self.method.follow_lr:
             self._state.rates = Rates(lambda: {spec.name: self.rate for spec in SPECS})
         assert self.manager is not None

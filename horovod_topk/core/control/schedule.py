@@ -17,10 +17,10 @@ residuals and leaves zeros.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from horovod_topk import schedules
 from horovod_topk.config import Settings, fields_of, settings_of
@@ -38,7 +38,13 @@ DENSE = 1.0
 
 
 PROFILED = {"min_numel", "ratio"}  # settings of all methods that a level may change
+Where = Callable[[Any, Any, Any], Any]
 LEVELS = 8  # largest number of levels with a schedule: graphs have a branch for each
+
+
+def chosen(condition: bool, this: Any, other: Any) -> Any:
+    """Return `this` if the condition is true, else `other`: `where` of plain numbers."""
+    return this if condition else other
 
 
 class Clock(NamedTuple):
@@ -114,10 +120,46 @@ class Schedule:
         usual = self._config.ratio
         return usual if self._schedule is None else self._schedule.first(usual)
 
-    def ratio_at(self, committed: int, decision: Decision = ()) -> float:
-        """Ratio of the step after `committed` committed ones."""
-        after = decision[0] if decision else self.ratio_after_warmup
-        return next((r for until, r in self._stretches if committed < until), after)
+    def ratio_at(
+        self,
+        committed: int,
+        decision: Decision = (),
+        asked: float | None = None,
+        *,
+        is_over: bool = False,
+        is_trial: bool = False,
+    ) -> float:
+        """Ratio of the step after `committed` committed ones, given what `level_of` gets."""
+        known = committed, self.position(decision[0] if decision else None), self.position(asked)
+        level: int = self.level_of(*known, is_over=is_over, is_trial=is_trial)
+        return self.levels[level]
+
+    def level_of(
+        self,
+        committed: Any,
+        decided: Any,
+        asked: Any,
+        *,
+        is_over: Any = False,
+        is_trial: bool = False,
+        where: Where = chosen,
+    ) -> Any:
+        """Position of the next step's ratio among the levels: of numbers, or of scalars in a graph.
+
+        Args:
+            committed: number of committed steps.
+            decided: position of the level that the schedule has decided on; -1: no decision.
+            asked: position of the ratio that a user asked for; -1: none was asked for.
+            is_over: whether the guard has ended compression.
+            is_trial: whether the guard tries a dense step.
+            where: returns the second argument if the first is true, else the third.
+        """
+        level = where(decided < 0, self.position(self.ratio_after_warmup), decided)
+        for until, ratio in reversed(self._stretches):
+            level = where(committed < until, self.position(ratio), level)
+        dense = self.position(DENSE)
+        level = where(asked < 0, dense if is_trial else level, asked)
+        return where(is_over, dense, level)
 
     def decide(self, before: Decision, level: float, measures: Measures | None) -> Decision:
         """Return the schedule's decision at the end of a committed step.

@@ -25,7 +25,7 @@ from horovod_topk.core.exchange.selection import dense_beside
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
 from horovod_topk.core.plan.facts import digest_of, digest_of_rates, mismatch, pack, with_ratio
 from horovod_topk.core.plan.payload import FACTS_BYTES
-from horovod_topk.core.run.follower import Follow
+from horovod_topk.core.run.follower import Followers
 from horovod_topk.core.run.state import State
 from horovod_topk.core.run.step import Step
 from horovod_topk.core.run.timing import StepTimer
@@ -51,7 +51,7 @@ class Compressor(State[Array]):
         ops, codec, exchange: compute, encode and exchange arrays.
         name: prefix of the collectives' names, equal on all ranks.
         timer: measures the seconds of each step; None: a timer that measures no collective.
-        follow: makes the followers of buckets, if the plan follows something.
+        followers: those of the buckets, if the plan follows something.
 
     Raises:
         UnsupportedDtypeError: momentum is corrected, and no velocity can be kept for a gradient.
@@ -70,10 +70,10 @@ class Compressor(State[Array]):
         exchange: Exchange[Array],
         name: str,
         timer: StepTimer | None = None,
-        follow: Follow | None = None,
+        followers: Followers | None = None,
     ) -> None:
         super().__init__(plan.config, plan.reduction, ops, follows=plan.follows)
-        self._follow_buckets = follow
+        self._followers = followers
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
         self._usual = exchange  # while gradients are compressed
         self._dense: Exchange[Array] | None = None  # after the guard has ended compression
@@ -297,6 +297,8 @@ class Compressor(State[Array]):
         self.step.samples = self.steps % self._sampled == 0
         self._numbers[VERDICT] = self.guard.verdict
         self.step.turn()
+        if self._followers is not None:
+            self._followers.begin_step()
         if self.step.probe is not None:
             self.step.probe.turn(self.plan, self.counter.committed)
         if frozen := self.frozen():
@@ -367,7 +369,7 @@ class Compressor(State[Array]):
     @property
     def _adapts(self) -> bool:
         """Whether the next step is followed, if the plan says so: not after a fall-back."""
-        return not (self.follows is not None and self.guard.is_over)
+        return self.follows is None or not self.guard.is_over
 
     @property
     def _next_exchange(self) -> Exchange[Array]:
@@ -402,7 +404,8 @@ class Compressor(State[Array]):
 
     def _new_step(self) -> Step[Array]:
         shared = self._ops, self._codec, self.exchange, self.name, self._number, self.timer
-        return Step(self.plan, self._storage, *shared, self._follow_buckets)
+        follow = None if self._followers is None else self._followers.follow
+        return Step(self.plan, self._storage, *shared, follow)
 
     def _number(self, name: str) -> float:
         """This rank's measure of the previous step; see `core.codec.measures`."""

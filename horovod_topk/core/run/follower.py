@@ -62,3 +62,15 @@ class Memory:
 
 
 Follow = Callable[[Any, Memory], Follower[Any]]  # makes the follower of a bucket's plan
+
+
+class Followers(Protocol):
+    """The followers of all buckets of an optimizer."""
+
+    def begin_step(self) -> None:
+        """Note that a step begins, before any bucket does."""
+        ...
+
+    def follow(self, bucket: Any, memory: Memory) -> Follower[Any]:
+        """Make the follower of a bucket's plan."""
+        ...

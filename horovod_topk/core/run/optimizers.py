@@ -6,14 +6,14 @@ All frameworks share this file; each has a `momentum.py` that reads its own opti
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from horovod_topk.config import AUTO
 from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
-from horovod_topk.methods.protocol import Method, Rounds
+from horovod_topk.methods.protocol import Method
 
 log = logging.getLogger("horovod_topk")
 
@@ -48,15 +48,6 @@ def kind_of(optimizer: object) -> str:
 HAS_NONE = "it has none"  # why "auto" leaves an optimizer as it is, without a warning
 
 
-def why_not_by_arrivals(config: Method) -> str:
-    """Reason why no step on these gradients depends on arrivals; empty: it can."""
-    if why := _why_not_late(config):
-        return why
-    if isinstance(config, Rounds):
-        return "sums of all ranks have no elements that arrive rarely"
-    return ""
-
-
 def _why_not_late(config: Method) -> str:
     """Return why no element of these gradients is known to arrive late; empty if some is."""
     if config.exchange == "hierarchical":
@@ -64,6 +55,11 @@ def _why_not_late(config: Method) -> str:
     if config.ratio == 1.0 and not config.withheld():
         return "all elements are sent"
     return ""
+
+
+def _why_not_rarely(config: Method) -> str:
+    """Return why no element of these gradients arrives rarely; empty if some may."""
+    return "sums of all ranks have no elements that arrive rarely" if config.in_rounds else ""
 
 
 def guarded(config: Method, deferred: Mapping[str, str]) -> Method:
@@ -80,24 +76,40 @@ def guarded(config: Method, deferred: Mapping[str, str]) -> Method:
 
 
 def fitted(
-    config: Method, deferred: Mapping[str, str], *, normalises: bool | None, follows: bool
-) -> Method:
-    """Fill in the default of `warmup`, which depends on the optimizer.
+    config: Method,
+    deferred: Mapping[str, str],
+    kind: str,
+    why_left: Callable[[], str],
+    *,
+    normalises: bool | None,
+) -> tuple[Method, str | None]:
+    """Decide whether an optimizer's steps depend on arrivals, and fill in `warmup`.
 
-    SGD gets a warm-up with larger ratios, and Adam if its steps depend on arrivals. Other Adams did
-    not recover from one near the largest stable learning rate. Elastic jobs have none, as ranks
-    that join may not know the number of steps.
+    They do with momentum="auto", unless something speaks against it. SGD gets a warm-up with larger
+    ratios, and Adam if its steps depend on arrivals. Other Adams did not recover from one near the
+    largest stable learning rate. Elastic jobs have none, as ranks that join may not know the number
+    of steps.
 
     Args:
         config: the settings.
         deferred: names of the settings that the user has left to the compressor.
+        kind: name of the optimizer's class.
+        why_left: returns why this optimizer's steps cannot depend on arrivals; empty: they can.
         normalises: whether the optimizer divides by the root of a mean square, as Adam, or not, as
             SGD; None: not known.
-        follows: whether the optimizer's steps depend on arrivals.
+
+    Returns:
+        The settings, and why the steps do not depend on arrivals; None: they do; empty: the user
+        has given a momentum.
     """
-    if "warmup" in deferred and (normalises is False or follows) and not elastic():
+    why: str | None = ""
+    if "momentum" in deferred:
+        why = why_left() or _why_not_late(config) or _why_not_rarely(config) or None
+    if "warmup" in deferred and (normalises is False or why is None) and not elastic():
         config = replace(config, warmup=AUTO)
-    return config
+    if why:
+        log.info("TopKEF leaves momentum to %s: %s", kind, why)
+    return config, why
 
 
 def check_once(momentum: float, nesterov: bool, own: Own) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from horovod_topk.core.codec.measures import VERDICT, Rows, all_measures
 from horovod_topk.core.control.guard import COMMON, Watch, guard_of
-from horovod_topk.core.control.schedule import DENSE, Clock, Counter, HostCounter, Schedule
+from horovod_topk.core.control.schedule import Clock, Counter, HostCounter, Schedule
 from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.plan import facts
 from horovod_topk.core.plan.buckets import Plan, TensorSpec
@@ -142,14 +142,10 @@ class State(Counting[Array]):
     @property
     def ratio(self) -> float:
         """Ratio of the next step."""
-        asked, committed = self.counter.asked, self.counter.committed
-        if self.guard.is_over:
-            return DENSE
-        if asked is not None:
-            return asked
-        if self.guard.tries_dense(committed):
-            return DENSE
-        return self.schedule.ratio_at(committed, self.counter.decision)
+        counter, guard = self.counter, self.guard
+        known = counter.committed, counter.decision, counter.asked
+        is_trial = guard.tries_dense(counter.committed)
+        return self.schedule.ratio_at(*known, is_over=guard.is_over, is_trial=is_trial)
 
     def decide(
         self,

@@ -130,16 +130,30 @@ class Rates:
             self._before, self._committed = dict(self.units), committed
         factors, self._present = dict[str, float](), self._now()
         for name, rate in self._present.items():
-            unit, before = rate, self._before.get(name, 0.0)
-            if not rate >= before:
-                unit = max(rate, self._fall(name) * before)
-            if rate > 0.0 and is_unit(unit):
+            known = self._before.get(name, 0.0), self.largest.get(name, 0.0)
+            unit, largest, is_known = next_units(rate, *known, self._fall(name), max)
+            if is_known:
                 now = self.units.get(name, unit)
-                self.units[name] = unit
-                self.largest[name] = max(rate, self.largest.get(name, 0.0))
+                self.units[name], self.largest[name] = unit, largest
                 if now != unit:
                     factors[name] = now / unit
         return factors
+
+
+def next_units(
+    rate: Any, before: Any, largest: Any, fall: Any, maximum: Callable[[Any, Any], Any]
+) -> tuple[Any, Any, Any]:
+    """Return L', the largest rate, and whether they count: of numbers, or arrays of a framework.
+
+    Args:
+        rate: the learning rate of a step.
+        before: L, in whose units the residual is; 0: not known.
+        largest: the largest rate before the step; 0: not known.
+        fall: `fall_of` the tensor.
+        maximum: returns the larger of two numbers.
+    """
+    unit = maximum(rate, fall * before)
+    return unit, maximum(rate, largest), (rate > 0.0) & is_unit(unit)
 
 
 def rates_of(state: Mapping[str, Any], key: str = RATES) -> dict[str, float]:

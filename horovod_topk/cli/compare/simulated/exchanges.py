@@ -19,7 +19,7 @@ from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.plan.buckets import Plan, make_plan
 from horovod_topk.core.plan.nodes import Location, Nodes
 from horovod_topk.core.run.compressor import Compressor
-from horovod_topk.core.run.follower import Follow
+from horovod_topk.core.run.follower import Followers
 from horovod_topk.core.run.substitute import Substitute
 from horovod_topk.core.state.learning_rates import Rates, fall_of
 from horovod_topk.methods import METHODS, Method
@@ -100,14 +100,14 @@ def compressed(
     method = METHODS[asked.name]
     settings, deferred = fields_of(method, {**method.for_training, **asked.settings}, asked.name)
     config = method(**settings)
-    config, rule = fit_momentum(optimizer, config, deferred)
+    config, rule, _ = fit_momentum(optimizer, config, deferred)
     if "follow_lr" in deferred:
         config = replace(config, follow_lr=True)
     names = {p: name for name, p in model.named_parameters()}
-    follow = None
+    followers = None
     if rule is not None:
-        follow = Tracker(rule, TorchOps(), lambda: moments(optimizer, names)).follow
-    made = Compressed(model, ranks, config, rule, follow)
+        followers = Tracker(rule, TorchOps(), lambda: moments(optimizer, names))
+    made = Compressed(model, ranks, config, rule, followers)
     if rule is not None:
         updates = Updates(names, made.compressors[0])
         optimizer.register_step_pre_hook(lambda it, *_: updates.begin(it))
@@ -126,7 +126,7 @@ class Compressed:
         ranks: int,
         config: Method,
         rule: Rule | None = None,
-        follow: Follow | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self._positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         ops = TorchOps()
@@ -136,7 +136,7 @@ class Compressed:
         routes = [exchange_of(plan, wire, rank) for rank in range(ranks)]
         self._plan = plan
         self.compressors = [
-            Compressor(plan, ops, PayloadCodec(ops), route, "simulated", follow=follow)
+            Compressor(plan, ops, PayloadCodec(ops), route, "simulated", followers=followers)
             for route in routes
         ]
         first, *others = self.compressors
