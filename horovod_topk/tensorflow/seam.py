@@ -8,7 +8,7 @@ tape, the optimizers and the local aggregation all call it when they are built. 
     horovod.tensorflow.join                           refuse it while a TopKEF state exists
 
 With any other compressor each calls the original, after ranks have met those that compress.
-tests/unit/test_tensorflow_seam.py fails when Horovod changes these functions.
+tests/unit/test_seam.py fails when Horovod changes these functions.
 """
 
 from __future__ import annotations

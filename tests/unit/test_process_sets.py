@@ -6,35 +6,9 @@ from typing import Any
 
 import pytest
 from horovod.common import process_sets as theirs
-from oracle.canary import HOROVOD, functions
 
 from horovod_topk import process_sets
 from horovod_topk.core.plan.nodes import Location
-
-# What `horovod_topk/process_sets.py` relies on in Horovod 0.28.1.
-RELIED_ON = {
-    "HorovodBasics._get_process_set_ids_and_ranks": ("gives ranks by number", "587eb80405c12aff"),
-    "HorovodBasics._remove_process_set_impl": (
-        "raises ValueError unless process sets are dynamic, and returns None if there is none",
-        "6e12586f5f0e569b",
-    ),
-    "add_process_set": ("adds one of a list of ranks and returns it", "82ec4e759e81feaf"),
-    "remove_process_set": (
-        "asks _remove_process_set_impl for the number of the object",
-        "eecb7a9353f28b66",
-    ),
-}
-
-
-def test_horovod_is_as_expected() -> None:
-    sources = [(HOROVOD / "common" / name).read_text() for name in ("basics.py", "process_sets.py")]
-    found = functions(*sources)
-    changed = [
-        f"{name} changed; check that it still {relied_on}"
-        for name, (relied_on, digest) in RELIED_ON.items()
-        if name not in found or found[name].digest != digest
-    ]
-    assert not changed, changed
 
 
 class Basics:
