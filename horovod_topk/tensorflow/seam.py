@@ -14,7 +14,6 @@ tests/unit/test_seam.py fails when Horovod changes these functions.
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ import tensorflow as tf
 
 from horovod_topk.core.exchange.agreement import agree_on_nothing
 from horovod_topk.core.exchange.membership import elastic
-from horovod_topk.core.run.reductions import reduction_of
+from horovod_topk.core.run.reductions import reduction_of, refusing_join, wrap
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import TensorFlowOps
@@ -64,17 +63,11 @@ TAPE = "DistributedGradientTape"  # the name that a tape passes, at every step
 
 def install() -> None:
     """Wrap the three functions, once."""
-    if hasattr(hvd._make_allreduce_grads_fn, "_topkef"):
-        return
-    for owner, attribute, wrapper in (
+    wrap(
         (hvd, "_make_allreduce_grads_fn", _wrap_make_allreduce_grads_fn),
         (horovod._keras, "create_distributed_optimizer", _wrap_create_distributed_optimizer),
-        (hvd, "join", _wrap_join),
-    ):
-        original = getattr(owner, attribute)
-        wrapped = functools.wraps(original)(wrapper(original))
-        wrapped._topkef = True  # type: ignore[attr-defined]
-        setattr(owner, attribute, wrapped)
+        (hvd, "join", refusing_join(live_states)),
+    )
 
 
 class Exchange:
@@ -298,19 +291,3 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
 
 def _is_keras_3(optimizer: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "keras" for base in type(optimizer).__mro__)
-
-
-def _wrap_join(original: Function) -> Function:
-    def join(*args: Any, **kwargs: Any) -> Any:
-        if live_states():
-            gc.collect()  # delete unreachable states first
-        for state in live_states():
-            raise UnsupportedOperationError(
-                f"hvd.join() was called while {state.label} exchanges payloads, which a joined "
-                "rank cannot take part in",
-                cure="Give every rank the same number of steps, for example by repeating or "
-                "dropping samples, or delete the model first",
-            )
-        return original(*args, **kwargs)
-
-    return join

@@ -18,7 +18,6 @@ changes these methods.
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import inspect
@@ -34,8 +33,8 @@ from horovod_topk import reporting
 from horovod_topk.core.exchange.agreement import agree_on_nothing
 from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.run.base_compressor import BaseCompressor
-from horovod_topk.core.run.reductions import reduction_of
-from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.core.run.reductions import Function, reduction_of, refusing_join, wrap
+from horovod_topk.errors import ConfigError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.compressor import Compressor
@@ -45,29 +44,21 @@ from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.state import live_states
 from horovod_topk.torch_training.tracing import untraced
 
-Method = Callable[..., Any]
-
 _BUILT: weakref.WeakSet[Any] = weakref.WeakSet()  # Horovod's optimizers, compressed or not
 
 
 def install() -> None:
     """Wrap the five functions, once."""
-    if hasattr(_DistributedOptimizer.__init__, "_topkef"):
-        return
-    for owner, attribute, wrapper in (
+    wrap(
         (_DistributedOptimizer, "__init__", _wrap_init),
         (_DistributedOptimizer, "_allreduce_grad_async", _wrap_allreduce_grad_async),
         (_DistributedOptimizer, "synchronize", _wrap_synchronize),
         (_DistributedAdasumOptimizer, "__init__", _wrap_adasum_init),
-        (hvd, "join", _wrap_join),
-    ):
-        original = getattr(owner, attribute)
-        wrapped = functools.wraps(original)(wrapper(original))
-        wrapped._topkef = True  # type: ignore[attr-defined]
-        setattr(owner, attribute, wrapped)
+        (hvd, "join", refusing_join(_exchanging)),
+    )
 
 
-def _wrap_init(original: Method) -> Method:
+def _wrap_init(original: Function) -> Function:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         asked = arguments["compression"]
@@ -204,7 +195,7 @@ def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
     return bool(asked)
 
 
-def _wrap_allreduce_grad_async(original: Method) -> Method:
+def _wrap_allreduce_grad_async(original: Function) -> Function:
     def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
         state: OptimizerState | None = getattr(self, "_topkef", None)
         collect = None if state is None else state.ready(self, p)
@@ -213,7 +204,7 @@ def _wrap_allreduce_grad_async(original: Method) -> Method:
     return _allreduce_grad_async
 
 
-def _wrap_synchronize(original: Method) -> Method:
+def _wrap_synchronize(original: Function) -> Function:
     @untraced
     def of_ours(self: Any) -> None:
         state: OptimizerState = self._topkef
@@ -234,7 +225,7 @@ def _wrap_synchronize(original: Method) -> Method:
     return synchronize
 
 
-def _wrap_adasum_init(original: Method) -> Method:
+def _wrap_adasum_init(original: Function) -> Function:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         if Compressor.asked(arguments["compression"]) is not None or isinstance(self, OneBitAdam):
@@ -242,22 +233,6 @@ def _wrap_adasum_init(original: Method) -> Method:
         original(self, *args, **kwargs)
 
     return __init__
-
-
-def _wrap_join(original: Method) -> Method:
-    def join(*args: Any, **kwargs: Any) -> Any:
-        if _exchanging():
-            gc.collect()  # Horovod's optimizers are reference cycles: delete unreachable ones
-        for state in _exchanging():
-            raise UnsupportedOperationError(
-                f"hvd.join() was called while {state.label} exchanges payloads, which a joined "
-                "rank cannot take part in",
-                cure="Give every rank the same number of steps, for example by repeating or "
-                "dropping samples, or delete the optimizer first",
-            )
-        return original(*args, **kwargs)
-
-    return join
 
 
 def _exchanging() -> list[OptimizerState]:
