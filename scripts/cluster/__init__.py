@@ -8,10 +8,9 @@ shares the files of this machine. Needs root, and nothing but Python's standard 
 programs in `cluster.needs`.
 """
 
-from cluster.errors import ClusterError
 from cluster.host import Host
 from cluster.lab import Cluster
 from cluster.link import Link
-from cluster.needs import missing
+from cluster.needs import ClusterError, missing
 
 __all__ = ["Cluster", "ClusterError", "Host", "Link", "missing"]

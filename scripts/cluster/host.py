@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ClusterError
 from cluster.link import Link
-from cluster.needs import NAMESPACES
+from cluster.needs import NAMESPACES, ClusterError, variables
 from cluster.room import END_SECONDS, Room, check, enter, environment, first_process
-from cluster.variables import variables
 
 BRIDGE = "switch"
 INTERFACE = "eth0"  # a host's, by that name on every host
@@ -90,6 +88,33 @@ class Host:
         """
         env = os.environ | variables() | dict(settings or {})
         return subprocess.Popen([*self.enter(), *command], env=env, **rest)
+
+    def run(
+        self,
+        command: Sequence[str],
+        settings: Mapping[str, str] | None = None,
+        *,
+        limit_seconds: float,
+    ) -> str:
+        """Run a command as `start` does; what it printed.
+
+        Raises:
+            ClusterError: it failed, or took longer; with the end of what it printed. Whatever it
+                left running is killed with the cluster.
+        """
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = self.start(command, settings, stdin=subprocess.DEVNULL, **output)
+        try:
+            printed, why = process.communicate(timeout=limit_seconds)[0], ""
+        except subprocess.TimeoutExpired as late:
+            process.kill()
+            printed, why = late.output or b"", f"took longer than {limit_seconds:g} s"
+        if process.returncode:
+            why = f"exit status {process.returncode}"
+        text = printed.decode(errors="replace")
+        if why:
+            raise ClusterError(f"{' '.join(command)}: {why}\n{text[-4000:]}")
+        return text
 
     def check(self, command: Sequence[str]) -> None:
         """Run a command here that takes a moment.

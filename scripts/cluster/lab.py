@@ -1,22 +1,45 @@
-"""The cluster: a room, a switch and hosts."""
+"""The cluster: a room, a switch and hosts, between which ssh and `horovodrun` work."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
-from cluster import ssh
-from cluster.errors import ClusterError
-from cluster.horovod import complete
-from cluster.host import BRIDGE, Host, address_of, name_of
+from cluster.host import BRIDGE, INTERFACE, Host, address_of, name_of
 from cluster.link import Link
-from cluster.needs import missing, search_path
+from cluster.needs import ClusterError, missing, search_path, variables
 from cluster.room import Room
 
 MOST_HOSTS = 250  # addresses of one network
+KEY = "/etc/ssh/room_key"
+
+# ServerAlive: ssh notices a host that has lost its power, and horovodrun that ssh has ended.
+CLIENT = f"""\
+Host *
+  IdentityFile {KEY}
+  UserKnownHostsFile /dev/null
+  StrictHostKeyChecking no
+  LogLevel ERROR
+  ServerAliveInterval 2
+  ServerAliveCountMax 3
+"""
+
+# MaxStartups: horovodrun connects for all ranks at once. UsePAM: root may have no password.
+SERVER = """\
+HostKey {key}
+AuthorizedKeysFile {key}.pub
+PermitRootLogin yes
+PasswordAuthentication no
+StrictModes no
+UsePAM no
+PidFile none
+MaxStartups 1000
+MaxSessions 1000
+SetEnv {variables}
+"""
 
 
 class Cluster:
@@ -51,7 +74,7 @@ class Cluster:
         return self
 
     def _furnish(self) -> None:
-        ssh.configure(self._room)
+        _configure_ssh(self._room)
         self._name_hosts()
         self._room.check(["ip", "link", "add", BRIDGE, "type", "bridge"])
         self._room.check(["ip", "link", "set", BRIDGE, "up"])
@@ -66,12 +89,7 @@ class Cluster:
         self._room.path("/run/hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         self._room.check(["mount", "--bind", "/run/hosts", "/etc/hosts"])
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -79,20 +97,14 @@ class Cluster:
         for host in self.hosts:
             host.wait()
 
-    @property
-    def ranks(self) -> int:
-        """Of all hosts together."""
-        return self._count * self.slots
-
     def start(
         self, command: Sequence[str], settings: Mapping[str, str] | None = None, **rest: Any
     ) -> subprocess.Popen[bytes]:
-        """Start a command on the first host; `horovodrun` is told of all (`cluster.horovod`).
+        """Start a command on the first host; `horovodrun` is told of all hosts.
 
         What still runs when the block ends is killed. The arguments are those of `Host.start`.
         """
-        names = [host.name for host in self.hosts]
-        return self.hosts[0].start(complete(command, names, self.slots), settings, **rest)
+        return self.hosts[0].start(self._complete(command), settings, **rest)
 
     def run(
         self,
@@ -101,24 +113,48 @@ class Cluster:
         *,
         limit_seconds: float,
     ) -> str:
-        """Run a command as `start` does; what it printed.
+        """Run a command as `start` does; the rest is as of `Host.run`."""
+        command = self._complete(command)
+        return self.hosts[0].run(command, settings, limit_seconds=limit_seconds)
 
-        Raises:
-            ClusterError: it failed, or took longer; with the end of what it printed. Whatever it
-                left running is killed when the block ends.
-        """
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = self.start(command, settings, stdin=subprocess.DEVNULL, **output)
-        try:
-            printed = process.communicate(timeout=limit_seconds)[0].decode(errors="replace")
-        except subprocess.TimeoutExpired as late:
-            process.kill()
-            raise ClusterError(
-                f"{' '.join(command)}: took longer than {limit_seconds:g} s\n"
-                f"{(late.output or b'').decode(errors='replace')[-4000:]}"
-            ) from late
-        if process.returncode:
-            raise ClusterError(
-                f"{' '.join(command)}: exit status {process.returncode}\n{printed[-4000:]}"
-            )
-        return printed
+    def _complete(self, command: Sequence[str]) -> list[str]:
+        return complete(command, [host.name for host in self.hosts], self.slots)
+
+
+def complete(command: Sequence[str], hosts: Sequence[str], slots: int) -> list[str]:
+    """`horovodrun ...` with the cluster's hosts, ranks and card, where it does not name its own.
+
+    Its cache of what it found out about hosts is left out: theirs would outlive them. Any other
+    command stays as it is.
+    """
+    program, *rest = command
+    if Path(program).name != "horovodrun":
+        return list(command)
+    options = {
+        ("-np", "--num-proc"): str(len(hosts) * slots),
+        ("-H", "--hosts", "-hostfile", "--hostfile"): ",".join(f"{h}:{slots}" for h in hosts),
+        ("--network-interfaces", "--network-interface"): INTERFACE,
+    }
+    added = ["--disable-cache"]
+    for names, value in options.items():
+        if not any(name in rest for name in names):
+            added += [names[0], value]
+    return [program, *added, *rest]
+
+
+def _configure_ssh(room: Room) -> None:
+    """Make the one key, which is every host's and every user's, and write the settings.
+
+    Raises:
+        ClusterError: sshd could not hand on a variable.
+    """
+    room.check(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", KEY])
+    # Bash takes a shell of level 2 for one that a user's shell has started, and leaves ~/.bashrc
+    # alone: it may take long, or put other programs in front on PATH.
+    handed = {**variables(), "SHLVL": "1"}
+    for name, value in handed.items():
+        if '"' in value:
+            raise ClusterError(f"{name} is {value}: sshd takes no quotation mark in a variable")
+    written = " ".join(f'"{name}={value}"' for name, value in handed.items())
+    room.path("/etc/ssh/ssh_config").write_text(CLIENT)
+    room.path("/etc/ssh/sshd_config").write_text(SERVER.format(key=KEY, variables=written))

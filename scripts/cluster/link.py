@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from cluster.errors import ClusterError
+from cluster.needs import ClusterError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 QUEUE_SECONDS = 0.05  # of traffic that waits for the link, before packets are dropped

@@ -1,10 +1,11 @@
-"""What a cluster needs of the machine it is made on."""
+"""What a cluster needs of the machine it is made on, and what it hands on to its programs."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 PROGRAMS = {  # program -> Debian's package
     "ip": "iproute2",
@@ -28,6 +29,11 @@ tc qdisc add dev port root tbf rate 1mbit burst 16kb latency 50ms
 """
 LOSSY_PROBE = "iptables --append INPUT --match statistic --mode random --probability 0.5"
 SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")  # on no PATH but root's
+SCRATCH = "/run/tmp"  # goes with the room, and with it what killed programs leave there
+
+
+class ClusterError(Exception):
+    """The cluster cannot be had; the message says what failed, and the cure where one is known."""
 
 
 def search_path() -> str:
@@ -61,3 +67,18 @@ def _refused(probe: str) -> str | None:
         f"the kernel refuses ({why}): a container needs --privileged; a kernel, its modules for "
         "namespaces, veth, bridge, sch_tbf and xt_statistic"
     )
+
+
+def variables() -> dict[str, str]:
+    """PATH as here and as root's, a folder for temporary files, and where Open MPI is.
+
+    Open MPI's wheel does not know where it was installed: mpirun finds out, but ranks that it
+    starts on other hosts are told half of it, and fail.
+    """
+    found = {"PATH": search_path(), "TMPDIR": SCRATCH}
+    mpirun = shutil.which("mpirun", path=found["PATH"])
+    if mpirun is not None:
+        prefix = Path(mpirun).parent.parent
+        if (prefix / "pyvenv.cfg").is_file():
+            found["OPAL_PREFIX"] = str(prefix)
+    return found

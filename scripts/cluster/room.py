@@ -15,8 +15,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.errors import ClusterError
-from cluster.needs import NAMESPACES, search_path
+from cluster.needs import NAMESPACES, ClusterError, search_path
 
 END_SECONDS = 30.0
 READY = b"ready\n"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster, ClusterError, Host
-from image import base
-from image.engine import DOCKERFILE, ROOT
-from image.errors import ImageError
+from cluster import Cluster, ClusterError
+from image.engine import DOCKERFILE, ROOT, ImageError
 from image.pip import PipSettings
 from setup.run import Runner, SetupError
 
 IMAGE = "localhost/horovod-topk:cpu"
+SUITE = "bookworm"
+BOOTSTRAPPED = f"localhost/debian-{SUITE}:debootstrap"
 SETTINGS = {"BUILDAH_ISOLATION": "chroot"}  # no other works in a container that is not privileged
 PULL_SECONDS = 90
 ROOT_OF_HOST = "/run/image/root"
@@ -113,7 +114,11 @@ class Buildah:
             shutil.rmtree(self._storage)
 
     def build(self, frameworks: str, settings: PipSettings) -> None:
-        """See `Engine`."""
+        """Build the image.
+
+        Raises:
+            ImageError: it failed, with the cause.
+        """
         command = ["bud", "--layers", "--format", "oci", "--file", DOCKERFILE, "--tag", IMAGE]
         command += ["--build-arg", f"BASE={self._base_image()}"]
         command += ["--build-arg", f"FRAMEWORKS={frameworks}"]
@@ -127,9 +132,9 @@ class Buildah:
     def _base_image(self) -> str:
         if self._base:
             return self._base
-        wanted = base.of(DOCKERFILE)
-        if base.BOOTSTRAPPED in self._check(["images", "--format", "{{.Name}}:{{.Tag}}"], "images"):
-            return base.BOOTSTRAPPED
+        wanted = base_of(DOCKERFILE)
+        if BOOTSTRAPPED in self._check(["images", "--format", "{{.Name}}:{{.Tag}}"], "images"):
+            return BOOTSTRAPPED
         self._runner.console.step(f"Fetching {wanted}")
         pull = ["timeout", "--foreground", str(PULL_SECONDS), *self._images, "pull", wanted]
         with contextlib.suppress(SetupError):
@@ -138,11 +143,11 @@ class Buildah:
         self._runner.console.step("No registry answers: making a base of Debian's packages")
         with tempfile.TemporaryDirectory(dir=self._storage) as folder:
             tree = Path(folder, "base")
-            self._runner.check(base.bootstrap(tree), "debootstrap failed")
+            self._runner.check(bootstrap(tree), "debootstrap failed")
             container = self._check(["from", "scratch"], "no container").split()[-1]
             self._check(["add", "--quiet", container, tree, "/"], "the base cannot be copied")
-            self._check(["commit", "--rm", container, base.BOOTSTRAPPED], "no base image")
-        return base.BOOTSTRAPPED
+            self._check(["commit", "--rm", container, BOOTSTRAPPED], "no base image")
+        return BOOTSTRAPPED
 
     def _files(self) -> Path:
         """Of the image, in a container that is never run."""
@@ -153,7 +158,7 @@ class Buildah:
         return self._tree
 
     def size(self) -> int:
-        """See `Engine`."""
+        """Bytes of the image's files, compressed by nothing."""
         counted = subprocess.run(
             ["du", "--summarize", "--apparent-size", "--block-size=1", self._files()],
             stdout=subprocess.PIPE,
@@ -163,7 +168,7 @@ class Buildah:
 
     @contextlib.contextmanager
     def containers(self, count: int) -> Iterator[HostContainers]:
-        """See `Engine`."""
+        """So many, for as long as a `with` block lasts."""
         inspected = self._check(["inspect", "--type", "image", IMAGE], "no image")
         configuration = Configuration.of(inspected[inspected.index("\n{") :], self._files())
         try:
@@ -182,39 +187,54 @@ class Buildah:
 
 
 class HostContainers:
-    """Hosts of a cluster whose root is the image's; see `engine.Containers`."""
+    """Hosts of a cluster whose root is the image's: all but the first run sshd, with one key."""
 
     def __init__(self, cluster: Cluster, tree: Path, configuration: Configuration) -> None:
         self.names = [host.name for host in cluster.hosts]
-        self._cluster, self._tree, self._configuration = cluster, tree, configuration
+        self._hosts, self._tree, self._configuration = cluster.hosts, tree, configuration
 
     def start(self) -> None:
         """Change their root, and start sshd on all but the first."""
         home, uid = self._configuration.home, str(self._configuration.uid)
-        for host in self._cluster.hosts:
+        for host in self._hosts:
             host.check(["sh", "-c", FURNISH, "sh", str(self._tree), home, uid])
-        for host in self._cluster.hosts[1:]:
-            self._start(host, ["sshd"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        for host in self._hosts[1:]:
+            host.start(self._configuration.command(["sshd"]), **quiet)
 
     def run(self, command: Sequence[str], *, limit_seconds: float) -> str:
-        """See `engine.Containers`."""
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = self._start(self._cluster.hosts[0], command, **output)
-        try:
-            printed = process.communicate(timeout=limit_seconds)[0].decode(errors="replace")
-        except subprocess.TimeoutExpired as late:
-            process.kill()
-            words = (late.output or b"").decode(errors="replace")
-            raise ImageError(
-                f"{' '.join(command)}: took longer than {limit_seconds:g} s\n{words[-4000:]}"
-            ) from late
-        if process.returncode:
-            raise ImageError(f"{' '.join(command)}: failed\n{printed[-4000:]}")
-        return printed
+        """Run a command in a container that is the first host; what it printed.
 
-    def _start(self, host: Host, command: Sequence[str], **output: Any) -> subprocess.Popen[bytes]:
+        Raises:
+            ImageError: it failed, or took longer; with the end of what it printed.
+        """
         inside = self._configuration.command(command)
-        return host.start(inside, stdin=subprocess.DEVNULL, **output)
+        try:
+            return self._hosts[0].run(inside, limit_seconds=limit_seconds)
+        except ClusterError as error:
+            raise ImageError(str(error)) from error
+
+
+def base_of(dockerfile: Path) -> str:
+    """The one that a Dockerfile names as its default."""
+    found = re.search(r"^ARG BASE=(\S+)$", dockerfile.read_text(), re.MULTILINE)
+    if not found:
+        raise ImageError(f"{dockerfile.name} names no default for BASE")
+    return found[1]
+
+
+def bootstrap(folder: Path) -> list[str]:
+    """The command that makes Debian's smallest system in `folder`.
+
+    Raises:
+        ImageError: the program is missing.
+    """
+    if not shutil.which("debootstrap"):
+        raise ImageError(
+            "no image registry answers, and debootstrap is not installed: "
+            "apt-get install debootstrap, or name an image that is here: --base IMAGE"
+        )
+    return ["debootstrap", "--variant=minbase", SUITE, str(folder), "http://deb.debian.org/debian"]
 
 
 def end_processes_below(folder: Path) -> None:

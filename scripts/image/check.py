@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from image.engine import Containers, Engine
-from image.errors import ImageError
+from image.buildah import Buildah, HostContainers
+from image.docker import Docker, DockerContainers
+from image.engine import ImageError
 from image.pip import PipSettings
 from setup.run import Console
 
+Containers = DockerContainers | HostContainers
 STEPS = 20
 DIGITS = ("python", "examples/pytorch_digits.py", "--compression", "topk", "--steps", str(STEPS))
 # As docker/mpijob.yaml has it: a launcher without a rank, and workers.
@@ -38,7 +40,7 @@ class Figures:
 
 
 def check(
-    engine: Engine, console: Console, frameworks: str, hosts: int, settings: PipSettings
+    engine: Docker | Buildah, console: Console, frameworks: str, hosts: int, settings: PipSettings
 ) -> Figures:
     """Build the image and try it.
 

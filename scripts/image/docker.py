@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from image.engine import DOCKERFILE, ROOT
-from image.errors import ImageError
+from image.engine import DOCKERFILE, ROOT, ImageError
 from image.pip import PipSettings
 from setup.run import Runner, SetupError
 
@@ -37,7 +36,7 @@ class Docker:
         quietly("image", "rm", "--force", self._image)
 
     def build(self, frameworks: str, settings: PipSettings) -> None:
-        """See `Engine`."""
+        """See `Buildah.build`."""
         if settings.folders:
             names = ", ".join(map(str, settings.folders))
             raise ImageError(
@@ -51,13 +50,13 @@ class Docker:
             self._check([*command, *settings.secrets(Path(folder)), ROOT], "the build failed")
 
     def size(self) -> int:
-        """See `Engine`."""
+        """Bytes of the image's files, compressed by nothing."""
         inspect = ["docker", "image", "inspect", "--format", "{{.Size}}", self._image]
         return int(self._check(inspect, "the image cannot be read").split()[-1])
 
     @contextlib.contextmanager
     def containers(self, count: int) -> Iterator[DockerContainers]:
-        """See `Engine`."""
+        """So many, for as long as a `with` block lasts."""
         made = DockerContainers(self._prefix, self._image, count)
         try:
             made.start()
@@ -73,7 +72,7 @@ class Docker:
 
 
 class DockerContainers:
-    """Containers of one image; see `engine.Containers`."""
+    """Containers of one image; all but the first run sshd, with one key."""
 
     def __init__(self, prefix: str, image: str, count: int) -> None:
         self.names = [f"node{number}" for number in range(1, count + 1)]
@@ -87,7 +86,7 @@ class DockerContainers:
             said("run", "--detach", *self._options(name), self._image, "sshd")
 
     def run(self, command: Sequence[str], *, limit_seconds: float) -> str:
-        """See `engine.Containers`."""
+        """See `HostContainers.run`."""
         options = ["--rm", *self._options(self.names[0])]
         return said("run", *options, self._image, *command, limit_seconds=limit_seconds)
 

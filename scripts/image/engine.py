@@ -1,53 +1,21 @@
-"""What builds images and runs containers of them: Docker, or buildah and namespaces."""
+"""Which engine builds images and runs containers of them: Docker, or buildah and namespaces."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from cluster import missing as cluster_missing
-from image.errors import ImageError
-from image.pip import PipSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile.cpu"
 
 
-class Containers(Protocol):
-    """Containers on one network, with one key: all but the first run sshd."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Of the hosts."""
-
-    def run(self, command: Sequence[str], *, limit_seconds: float) -> str:
-        """Run a command in a container that is the first host; what it printed.
-
-        Raises:
-            ImageError: it failed, or took longer; with the end of what it printed.
-        """
-
-
-class Engine(Protocol):
-    """Builds the image, once, and runs it."""
-
-    def build(self, frameworks: str, settings: PipSettings) -> None:
-        """Build the image.
-
-        Raises:
-            ImageError: it failed, with the cause.
-        """
-
-    def size(self) -> int:
-        """Bytes of the image's files, compressed by nothing."""
-
-    def containers(self, count: int) -> AbstractContextManager[Containers]:
-        """So many, for as long as a `with` block lasts."""
+class ImageError(Exception):
+    """The image cannot be built or does not work; the message says what failed, and the cure."""
 
 
 def chosen(asked: str, docker_runs: Callable[[], bool], unfit: Callable[[], str | None]) -> str:

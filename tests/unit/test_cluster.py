@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster import ClusterError, Link, missing, needs
-from cluster.horovod import complete
+from cluster.lab import complete
 from cluster.link import bits_per_second
 
 pytestmark = pytest.mark.tools

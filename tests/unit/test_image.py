@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from image import base, check, docker, engine
+from image import buildah, check, docker, engine
 from image.buildah import Configuration, end_processes_below
-from image.errors import ImageError
+from image.engine import ImageError
 from image.pip import CERTIFICATES, PipSettings
 from setup import horovod, image, machine, provision
 from setup.cuda import Gpu
@@ -237,7 +237,7 @@ def test_what_is_copied_is_not_ignored(dockerfile: Path) -> None:
 
 
 def test_the_base_is_known() -> None:
-    assert base.SUITE == "bookworm" and "debian:12." in base.of(engine.DOCKERFILE)
+    assert buildah.SUITE == "bookworm" and "debian:12." in buildah.base_of(engine.DOCKERFILE)
 
 
 # The set-up
