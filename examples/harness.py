@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 import horovod_topk
 from horovod_topk.cli import launcher
+from horovod_topk.cli.machine import cpu_model
 from horovod_topk.cli.options import parse_ratios
-from horovod_topk.cli.processor import cpu_model
 from horovod_topk.config import DEFERRED, check_settings
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.topk import TopK

@@ -1,11 +1,11 @@
-"""A pair of axes that is written to a picture file."""
+"""Axes that are written to a picture file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,12 +23,16 @@ def kinds() -> set[str]:
 
 
 @contextmanager
-def canvas(path: Path, width: float) -> Iterator[Axes]:
-    """Axes to draw on; on exit the picture is written, in the format of the file's suffix.
+def panels(
+    path: Path, rows: int, columns: int, size: tuple[float, float], dpi: int = 110
+) -> Iterator[Any]:
+    """Rows of axes to draw on; on exit the picture is written, in the format of the file's suffix.
 
     Args:
         path: the file; its folder is created.
-        width: width in inches; the height is 5.
+        rows, columns: number of axes; those of a row have one scale upwards.
+        size: width and height in inches.
+        dpi: dots an inch.
 
     Raises:
         ModuleNotFoundError: Matplotlib, an extra, is not installed.
@@ -40,7 +44,9 @@ def canvas(path: Path, width: float) -> Iterator[Axes]:
     mpl.use("Agg")  # no display is needed to write a file
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(width, 5), dpi=150)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=size, dpi=dpi, sharey="row", squeeze=False
+    )
     try:
         yield axes
         figure.tight_layout()
@@ -48,3 +54,10 @@ def canvas(path: Path, width: float) -> Iterator[Axes]:
         figure.savefig(path)
     finally:
         pyplot.close(figure)
+
+
+@contextmanager
+def canvas(path: Path, width: float) -> Iterator[Axes]:
+    """One pair of axes, so many inches wide and 5 high; see `panels`."""
+    with panels(path, 1, 1, (width, 5), dpi=150) as ((axes,),):
+        yield axes

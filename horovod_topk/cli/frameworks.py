@@ -7,40 +7,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_topk.ops.protocol import Ops
-
-
-class Framework(Protocol):
-    """The operations that are timed."""
-
-    hvd: Any
-    ops: Ops[Any]
-
-    def gradient(self, numel: int) -> Any:
-        """A random gradient, as an array of `ops`."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        ...
-
-    def allreduce(self, elements: int, name: str) -> Callable[[], None]:
-        """Make a function that runs a named, blocking allreduce of float32."""
-        ...
-
-    def allgather(self, size: int, name: str) -> Callable[[], None]:
-        """Make a function that runs a named, blocking allgather of `size` bytes a rank."""
-        ...
-
-    def triad(self, numel: int) -> Callable[[], None]:
-        """Make a function that runs `r += g`."""
-        ...
-
-    def multiply(self, rows: int, columns: int, rank: int) -> Callable[[], None]:
-        """Make a function that multiplies a matrix by a thin one."""
-        ...
 
 
 class Torch:
@@ -53,30 +22,30 @@ class Torch:
         self._torch.set_num_threads(1)  # a rank's kernels have one thread
 
     def gradient(self, numel: int) -> Any:
-        """`Framework.gradient`."""
+        """A random gradient, as an array of `ops`."""
         return self._torch.randn(numel)
 
     def barrier(self) -> None:
-        """`Framework.barrier`: Horovod's own."""
+        """Wait for all ranks."""
         self.hvd.barrier()
 
     def allreduce(self, elements: int, name: str) -> Callable[[], None]:
-        """`Framework.allreduce`, in place."""
+        """Make a function that runs a named, blocking allreduce of float32, in place."""
         tensor = self._torch.zeros(elements)
         return lambda: self.hvd.allreduce_(tensor, name=name, op=self.hvd.Sum)
 
     def allgather(self, size: int, name: str) -> Callable[[], None]:
-        """`Framework.allgather`, of uint8."""
+        """Make a function that runs a named, blocking allgather of `size` bytes a rank."""
         tensor = self._torch.zeros(size, dtype=self._torch.uint8)
         return lambda: self.hvd.allgather(tensor, name=name)
 
     def triad(self, numel: int) -> Callable[[], None]:
-        """`Framework.triad`, in place."""
+        """Make a function that runs `r += g`."""
         residual, gradient = self._torch.zeros(numel), self._torch.ones(numel)
         return lambda: residual.add_(gradient)
 
     def multiply(self, rows: int, columns: int, rank: int) -> Callable[[], None]:
-        """`Framework.multiply`."""
+        """Make a function that multiplies a matrix by a thin one."""
         matrix, thin = self._torch.ones(rows, columns), self._torch.ones(columns, rank)
         out = self._torch.empty(rows, rank)
         return lambda: self._torch.mm(matrix, thin, out=out)
@@ -92,38 +61,40 @@ class TensorFlow:
         self.ops: Ops[Any] = self._module.TensorFlowOps()
 
     def gradient(self, numel: int) -> Any:
-        """`Framework.gradient`."""
+        """A random gradient, as an array of `ops`."""
         return self._module.Buffer(self._tf.random.normal([numel]))
 
     def barrier(self) -> None:
-        """`Framework.barrier`: an allreduce, as Horovod has none for TensorFlow."""
+        """Wait for all ranks, by an allreduce, as Horovod has no barrier for TensorFlow."""
         self.allreduce(1, "topkef.barrier")()
 
     def allreduce(self, elements: int, name: str) -> Callable[[], None]:
-        """`Framework.allreduce`, into a new tensor."""
+        """Make a function that runs a named, blocking allreduce of float32."""
         tensor = self._tf.zeros([elements])
         return lambda: self.hvd.allreduce(tensor, name=name, op=self.hvd.Sum)
 
     def allgather(self, size: int, name: str) -> Callable[[], None]:
-        """`Framework.allgather`, of uint8."""
+        """Make a function that runs a named, blocking allgather of `size` bytes a rank."""
         tensor = self._tf.zeros([size], self._tf.uint8)
         return lambda: self.hvd.allgather(tensor, name=name)
 
     def triad(self, numel: int) -> Callable[[], None]:
-        """`Framework.triad`, on a variable."""
+        """Make a function that runs `r += g` on a variable."""
         residual, gradient = self._tf.Variable(self._tf.zeros([numel])), self._tf.ones([numel])
         return lambda: residual.assign_add(gradient)
 
     def multiply(self, rows: int, columns: int, rank: int) -> Callable[[], None]:
-        """`Framework.multiply`."""
+        """Make a function that multiplies a matrix by a thin one."""
         matrix, thin = self._tf.ones([rows, columns]), self._tf.ones([columns, rank])
         return lambda: self._tf.linalg.matmul(matrix, thin)
 
 
+Framework = Torch | TensorFlow
+
+
 def find() -> Framework | None:
     """PyTorch if Horovod supports it, else TensorFlow, else None."""
-    kinds: tuple[Callable[[], Framework], ...] = (Torch, TensorFlow)
-    for make in kinds:
+    for make in (Torch, TensorFlow):
         try:
             return make()
         except ImportError:

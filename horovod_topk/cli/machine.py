@@ -7,8 +7,7 @@ import os
 import platform
 import time
 from importlib import metadata
-
-from horovod_topk.cli.processor import cpu_model
+from pathlib import Path
 
 LIBRARIES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod")
 
@@ -34,3 +33,13 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def cpu_model() -> str:
+    """The processor's name from the kernel, or else the kind of machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

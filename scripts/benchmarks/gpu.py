@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from horovod_topk.cli.machine import cpu_model
 from horovod_topk.cli.models import resnet50_specs
-from horovod_topk.cli.processor import cpu_model
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.state.residual import Arenas

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import ast
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ KINDS = {
     "powersgd": "torch DDP, PowerSGD rank 4",
     TOPK: "TopKEF",
 }  # by the names on the command line
+HOROVODS = {DENSE: "none", "dense-waiting": "none", "fp16": "fp16"}  # its own compression
 DDP_KINDS = ("ddp", "ddp-none", "ddp-fp16", "powersgd")
 DEFAULT = "dense,fp16,ddp,powersgd,topk,topk-int8,topk-int8-sharded"
 DEFAULT_OF_TORCHRUN = "ddp,ddp-fp16,powersgd,topk,topk-int8,topk-int8-sharded"
@@ -49,13 +51,6 @@ UNFIT = (
     "follow_lr",
 )
 SETTINGS = tuple(name for name in settings_of(TopK) if name not in UNFIT)
-NUMBERS: dict[str, Callable[[str], float]] = {
-    "ratio": float,
-    "min_numel": int,
-    "clip_norm": float,
-    "momentum": float,
-}
-EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # for settings that are off by default
 OVER_DDP = "ddp+"  # prefix of a compressor that is used with horovod_topk.ddp
 # Time the steps that follow a warm-up; no guard ends compression.
 STEADY: Mapping[str, Any] = {"warmup": None, "guard": None}
@@ -180,9 +175,15 @@ def _setting(text: str) -> tuple[str, object]:
     key, _, value = (part.strip() for part in text.partition("="))
     _check_steady({key})
     reject_unknown({key} - set(SETTINGS), SETTINGS)
-    if value in DEFERRED.get(key, ()):
-        return key, value
-    return key, _number(key, value) if key in NUMBERS else value
+    return key, _literal(value)
+
+
+def _literal(text: str) -> object:
+    """A value as in Python, or else a text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _check_steady(settings: set[str]) -> None:
@@ -200,19 +201,6 @@ def _word(word: str, name: str) -> Mapping[str, object]:
     if word in WORDS:
         return {WORDS[word]: word}
     if word[:1].isdigit():
-        return {"ratio": _number("ratio", word)}
+        return {"ratio": _literal(word)}
     known = ", ".join(WORDS)
     raise ValueError(f"--methods: {word!r} in {name!r} is neither a ratio nor one of {known}")
-
-
-def _number(key: str, value: str) -> float:
-    try:
-        return NUMBERS[key](value)
-    except ValueError:
-        raise ValueError(
-            f"--methods: {key}={value} is no number: write {key}={_example(key)}"
-        ) from None
-
-
-def _example(key: str) -> object:
-    return EXAMPLES.get(key) or getattr(TopK, key) or TopK.ratio

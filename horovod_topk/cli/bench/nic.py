@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import socket
 import struct
@@ -17,6 +18,7 @@ from pathlib import Path
 
 SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
 HEADERS = 66  # header bytes of a packet: Ethernet 14, IP 20, TCP 32 (with timestamps)
+LOOPBACK = "lo"
 SCHEDULER, NIC = "packet scheduler", "network card"
 
 
@@ -97,3 +99,22 @@ def address(interface: str) -> str:
                 f"Name another with --interface, of {known}"
             ) from error
     return socket.inet_ntoa(found[20:24])
+
+
+def interface_named(chosen: str | None, *, alone: bool) -> str | None:
+    """The network card of the ranks: the user's or the launcher's; None if not known.
+
+    alone: whether all ranks are on this host.
+    """
+    told = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME")
+    found = chosen or told or _of_nccl()
+    return LOOPBACK if found is None and alone else found
+
+
+def _of_nccl() -> str | None:
+    """The first card in NCCL_SOCKET_IFNAME, which horovodrun sets over MPI.
+
+    A user may have set it to a prefix of names, or, after ^, to cards to exclude: then None.
+    """
+    first = os.environ.get("NCCL_SOCKET_IFNAME", "").split(",")[0].removeprefix("=")
+    return first if first in {name for _, name in socket.if_nameindex()} else None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from horovod_topk.cli.bench import group, nic
+from horovod_topk.cli.bench import nic
 from horovod_topk.cli.bench.figures import Result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.measure import Taken, race
@@ -68,8 +68,8 @@ def main(
         raise ValueError(f"1 rank exchanges nothing: {CURE}")
     check_comparable([*beside, _asked(args, ranks)])
     everyone = [Method(NONE, NONE), *methods]
-    interface = group.interface_named(args.interface, ranks)
     alone = ranks.size == ranks.local_size  # on one host, so that no packets leave a card
+    interface = nic.interface_named(args.interface, alone=alone)
     counted = None if alone else interface
     if args.script is None:
         shapes = [spec.shape for spec in specs]
@@ -195,16 +195,13 @@ def _result(
 def _report(args: argparse.Namespace, result: Result, beside: Sequence[Result]) -> None:
     print(table(result))
     if args.json is not None:
-        _write("--json", args.json, lambda: _keep(args.json, result))
+        text = json.dumps(result, indent=1) + "\n"
+        _write("--json", args.json, lambda: args.json.write_text(text))
     if args.picture is not None:
         _write("--picture", args.picture, lambda: draw(args.picture, [*beside, result]))
 
 
-def _keep(path: Path, result: Result) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _write(option: str, path: Path, write: Callable[[], None]) -> None:
+def _write(option: str, path: Path, write: Callable[[], object]) -> None:
     try:
         write()
     except OSError as error:

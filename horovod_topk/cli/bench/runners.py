@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk.cli.bench.gradients import GivenGradients
-from horovod_topk.cli.bench.methods import OTHER, STEADY, TOPK, Method
+from horovod_topk.cli.bench.methods import HOROVODS, NONE, STEADY, Method
 from horovod_topk.cli.options import ADAM, SGD
 
 LEARNING_RATE = 1e-9  # weights nearly stay the same with any gradients
@@ -21,6 +21,12 @@ POWERSGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 POWERSGD_RANK = 4
 POWERSGD_START = 2  # the smallest value that it accepts; the steps before are dense
 ONE_BUCKET = 1 << 20  # MiB, more than any model's gradients
+WARM_UP = 2  # steps in which names are cached and DDP's buckets rebuilt
+FILLED = 6  # steps until residuals are filled
+HOOKS: dict[str, Any] = {
+    "ddp-none": debugging_hooks.noop_hook,
+    "ddp-fp16": default_hooks.fp16_compress_hook,
+}
 
 
 def _nothing() -> None:
@@ -34,7 +40,7 @@ class Runner:
     model: GivenGradients
     forward: nn.Module  # the model, or DDP around it
     optimizer: Any
-    warm_up: int = 2  # steps in which names are cached and DDP's buckets rebuilt
+    warm_up: int = WARM_UP
     before_step: Callable[[], None] = _nothing
 
     def step(self) -> None:
@@ -60,110 +66,73 @@ def build(
         ordinal: number of the runner, for unique names of collectives.
         optimizer: the optimizer, as `options.optimizer_of` returns it; None: SGD without momentum.
     """
-    plain: Plain
+    plain: torch.optim.Optimizer
     if optimizer == ADAM:
         plain = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     else:
         own = method.own_momentum if optimizer == SGD else 0.0
         plain = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=own)
-    return BUILDERS[method.kind](method, model, plain, f"bench.{ordinal}")
+    if method.kind == NONE:
+        return Runner(model, model, plain)
+    if method.is_ddp:
+        return _over_ddp(method, model, plain)
+    return _over_horovod(method, model, plain, f"bench.{ordinal}")
 
 
-Plain = torch.optim.Optimizer
+def _over_ddp(method: Method, model: GivenGradients, plain: torch.optim.Optimizer) -> Runner:
+    """DDP with gradients as bucket views, as its documentation recommends."""
+    options: dict[str, Any] = {
+        "find_unused_parameters": model.idle > 0,
+        "gradient_as_bucket_view": True,
+    }
+    if method.kind == "powersgd":
+        options["bucket_cap_mb"] = ONE_BUCKET
+    wrapped = DistributedDataParallel(model, **options)
+    warm_up = WARM_UP
+    if method.adapter == "ddp":
+        compressor(method).attach(wrapped, plain)
+        warm_up = FILLED
+    elif method.kind == "powersgd":
+        module = importlib.import_module(POWERSGD)  # it needs NumPy
+        state = module.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=POWERSGD_RANK,
+            start_powerSGD_iter=POWERSGD_START,
+        )
+        wrapped.register_comm_hook(state, module.powerSGD_hook)
+        warm_up = POWERSGD_START + 2
+    elif method.kind in HOOKS:
+        wrapped.register_comm_hook(None, HOOKS[method.kind])
+    return Runner(model, wrapped, plain, warm_up)
 
 
-def _none(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    return Runner(model, model, plain)
-
-
-def _distributed(model: GivenGradients, plain: Plain, name: str, compression: Any) -> Any:
-    names = [(f"{name}.{own}", parameter) for own, parameter in model.named_parameters()]
+def _over_horovod(
+    method: Method, model: GivenGradients, plain: torch.optim.Optimizer, name: str
+) -> Runner:
     hvd = importlib.import_module("horovod.torch")
-    if isinstance(compression, str):
-        compression = getattr(hvd.Compression, compression)
-    return hvd.DistributedOptimizer(plain, named_parameters=names, compression=compression)
+    names = [(f"{name}.{own}", parameter) for own, parameter in model.named_parameters()]
+    optimizer = hvd.DistributedOptimizer(plain, names, compression_of(method))
+    if method.kind == "dense-waiting":
+        return Runner(model, model, optimizer, before_step=lambda: _wait(optimizer))
+    return Runner(model, model, optimizer, WARM_UP if method.kind in HOROVODS else FILLED)
 
 
-def _dense(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    return Runner(model, model, _distributed(model, plain, name, "none"))
-
-
-def _dense_waiting(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    optimizer = _distributed(model, plain, name, "none")
+def _wait(optimizer: Any) -> None:
+    """Sleep until all collectives are done."""
     rest_until_done = importlib.import_module("horovod_topk.torch.collective").rest_until_done
-
-    def wait() -> None:
-        for handle, _ in optimizer._handles.values():
-            if handle is not None:
-                rest_until_done(handle)
-
-    return Runner(model, model, optimizer, before_step=wait)
+    for handle, _ in optimizer._handles.values():
+        if handle is not None:
+            rest_until_done(handle)
 
 
-def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    return Runner(model, model, _distributed(model, plain, name, "fp16"))
+def compression_of(method: Method) -> Any:
+    """The compression to pass to Horovod's optimizer."""
+    if method.kind in HOROVODS:
+        return getattr(importlib.import_module("horovod.torch").Compression, HOROVODS[method.kind])
+    return compressor(method)
 
 
 def compressor(method: Method) -> Any:
     """Make the compressor of a method of this package."""
     adapter = importlib.import_module(f"horovod_topk.{method.adapter}")
     return getattr(adapter, method.compressor)(**STEADY, **method.settings)
-
-
-def _ours(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    if method.adapter == "ddp":
-        wrapped = _data_parallel(model)
-        compressor(method).attach(wrapped, plain)
-        return Runner(model, wrapped, plain, warm_up=6)
-    optimizer = _distributed(model, plain, name, compressor(method))
-    return Runner(model, model, optimizer, warm_up=6)  # until residuals are filled
-
-
-def _ddp(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    return Runner(model, _data_parallel(model), plain)
-
-
-def _ddp_none(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    return _ddp_hooked(model, plain, debugging_hooks.noop_hook)
-
-
-def _ddp_fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    return _ddp_hooked(model, plain, default_hooks.fp16_compress_hook)
-
-
-def _ddp_hooked(model: GivenGradients, plain: Plain, hook: Callable[..., Any]) -> Runner:
-    wrapped = _data_parallel(model)
-    wrapped.register_comm_hook(None, hook)
-    return Runner(model, wrapped, plain)
-
-
-def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
-    powerSGD_hook = importlib.import_module(POWERSGD)  # noqa: N806  # it needs NumPy
-    wrapped = _data_parallel(model, bucket_cap_mb=ONE_BUCKET)
-    state = powerSGD_hook.PowerSGDState(
-        process_group=None,
-        matrix_approximation_rank=POWERSGD_RANK,
-        start_powerSGD_iter=POWERSGD_START,
-    )
-    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return Runner(model, wrapped, plain, warm_up=POWERSGD_START + 2)
-
-
-def _data_parallel(model: GivenGradients, **rest: Any) -> DistributedDataParallel:
-    """Wrap a model in DDP with gradients as bucket views, as its documentation recommends."""
-    options = {"find_unused_parameters": model.idle > 0, "gradient_as_bucket_view": True, **rest}
-    return DistributedDataParallel(model, **options)
-
-
-BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Runner]] = {
-    "none": _none,
-    "dense": _dense,
-    "dense-waiting": _dense_waiting,
-    "fp16": _fp16,
-    "ddp": _ddp,
-    "ddp-none": _ddp_none,
-    "ddp-fp16": _ddp_fp16,
-    "powersgd": _powersgd,
-    TOPK: _ours,
-    OTHER: _ours,
-}

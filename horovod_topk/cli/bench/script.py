@@ -14,7 +14,7 @@ import math
 import runpy
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,13 @@ from unittest import mock
 import horovod.torch as hvd
 
 from horovod_topk.cli.bench.measure import Cost, Taken, taken
-from horovod_topk.cli.bench.methods import NONE, OTHER, TOPK, Method
+from horovod_topk.cli.bench.methods import DENSE, NONE, OTHER, TOPK, Method
 from horovod_topk.cli.bench.nic import Sent, sent
 from horovod_topk.cli.bench.ranks import Ranks, barrier
-from horovod_topk.cli.bench.runners import compressor
+from horovod_topk.cli.bench.runners import compression_of
 
 WARM_UP = 6  # steps
-COMPRESSIONS: dict[str, Callable[[Method], Any]] = {
-    NONE: lambda method: None,
-    "dense": lambda method: hvd.Compression.none,
-    "fp16": lambda method: hvd.Compression.fp16,
-    TOPK: compressor,
-    OTHER: compressor,
-}
+KINDS = (NONE, DENSE, "fp16", TOPK, OTHER)  # kinds of methods that a script can be timed with
 
 
 class _Enough(BaseException):  # so that a script's `except Exception` does not catch it
@@ -94,10 +88,10 @@ def check(methods: Sequence[Method]) -> None:
         ValueError: a method is not a compression of Horovod's optimizer.
     """
     for method in methods:
-        if method.is_ddp or method.kind not in COMPRESSIONS:
+        if method.is_ddp or method.kind not in KINDS:
             raise ValueError(
                 f"--script: {method.name} is no compression of hvd.DistributedOptimizer. "
-                f"Give --methods of {', '.join(COMPRESSIONS)}"
+                f"Give --methods of {', '.join(KINDS)}"
             )
 
 
@@ -150,7 +144,7 @@ def _compressed(method: Method, watch: Watch) -> Iterator[None]:
         if method.kind == NONE:
             optimizer.synchronize, optimizer.skip_synchronize = _nothing, contextlib.nullcontext
         else:
-            given.arguments["compression"] = COMPRESSIONS[method.kind](method)
+            given.arguments["compression"] = compression_of(method)
             optimizer = original(*given.args, **given.kwargs)
         watch.follow(optimizer)
         return optimizer

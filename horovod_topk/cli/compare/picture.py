@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from horovod_topk.cli.canvas import panels
 from horovod_topk.cli.compare.records import DONE
 from horovod_topk.cli.compare.result import Found, Row
 
@@ -23,25 +24,15 @@ def draw(path: Path, every: Sequence[Found], *, timed: bool = True) -> None:
     Raises:
         ModuleNotFoundError: Matplotlib, of the extra, is not installed.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")  # no display is needed to write a file
-    from matplotlib import pyplot
-
     timed = timed and not any(found.settings.simulated for found in every)
-    axes_of = ("steps", "seconds", "bytes") if timed else ("steps", "bytes")
-    size = (4.4 * len(axes_of), 4 * len(every))
-    figure, panels = pyplot.subplots(
-        len(every), len(axes_of), figsize=size, dpi=110, sharey="row", squeeze=False
-    )
-    for found, axes in zip(every, panels, strict=True):
-        for number, row in enumerate(found.rows):
-            _curves(dict(zip(axes_of, axes, strict=True)), found, row, COLOURS[number % 8])
-        _dress(dict(zip(axes_of, axes, strict=True)), found)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+    names = ("steps", "seconds", "bytes") if timed else ("steps", "bytes")
+    size = (4.4 * len(names), 4 * len(every))
+    with panels(path, len(every), len(names), size) as rows:
+        for found, row_of_axes in zip(every, rows, strict=True):
+            axes = dict(zip(names, row_of_axes, strict=True))
+            for number, row in enumerate(found.rows):
+                _curves(axes, found, row, COLOURS[number % 8])
+            _dress(axes, found)
 
 
 def _curves(axes: Mapping[str, Axes], found: Found, row: Row, colour: str) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from horovod_topk.cli.frameworks import Framework, find
+from horovod_topk.cli.machine import cpu_model
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.arguments import Asked, Place
-from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.timing import clocked, repeated, slowest
 from horovod_topk.core.plan.nodes import Nodes, nodes_of
 from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
