@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from horovod_topk.cli.reading import fits
 from horovod_topk.core.plan.buckets import TensorSpec
 
 Shape = tuple[int, ...]
@@ -164,10 +165,9 @@ def _file(model: str) -> Path:
 
 
 def _shape(model: str, name: str, given: object) -> Shape:
-    """Check a shape from JSON; `bool` is an `int` to Python, and a string a list of digits."""
-    sizes = given if isinstance(given, list) else [None]
-    if all(type(size) is int and size >= 0 for size in sizes):
-        return tuple(sizes)
+    """Check a shape from JSON."""
+    if isinstance(given, list) and fits(tuple[int, ...], given):
+        return tuple(given)
     raise ValueError(
         f"--model {model}: {name!r} has the shape {json.dumps(given)}. Give whole numbers of 0 or "
         "more, as in [3, 4]"

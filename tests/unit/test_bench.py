@@ -158,7 +158,7 @@ def test_the_default_is_one_of_each_kind() -> None:
         ("topk-int9", "'int9' in 'topk-int9' is neither a ratio nor one of float32"),
         ("topk:ratio=some", "ratio='some' is not a number"),
         ("topk:vlaues=int8", "Did you mean 'values'?"),
-        ("topk:ratio=3", "outside (0, 1]"),
+        ("topk:ratio=3", "ratio=3 is above 1"),
         ("topk-1.5", "outside (0, 1]"),
         ("topk:momentum=some", "momentum='some' is not a number"),
         ("topk:nesterov=1,momentum=0.9", "Pass a pair: momentum=(0.9, 'nesterov')"),

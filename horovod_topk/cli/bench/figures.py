@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from horovod_topk.cli.bench.methods import DENSE, NONE
-from horovod_topk.cost.quantities import is_number, is_whole
+from horovod_topk.cli.reading import fits
+from horovod_topk.cost.quantities import is_number
 
 Result = dict[str, Any]  # the results of a run, as --json writes them
-COMPARED: Mapping[str, Callable[[object], bool]] = {  # keys that a picture of runs needs
-    "model": lambda value: isinstance(value, str),
-    "ranks": is_whole,
-    "hosts": is_whole,
-    "compute": lambda value: value is None or isinstance(value, str),
-    "rate": lambda value: value is None or (is_number(value) and value > 0),
+COMPARED: Mapping[str, Any] = {  # keys that a picture of runs needs, and their types
+    "model": str,
+    "ranks": int,
+    "hosts": int,
+    "compute": str | None,
+    "rate": Annotated[float | None, lambda rate: rate is None or rate > 0],
 }
+NO_RESULT = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
+GIVE = "Give files that --json has written"
 
 
 @dataclass(frozen=True)
@@ -56,40 +59,27 @@ def read_result(path: Path) -> Result:
     """
     try:
         found: Result = json.loads(path.read_text())
-        each = figures(found).values()
-        missing = [name for name in COMPARED if name not in found]
-        wrong = [name for name, is_right in COMPARED.items() if not is_right(found.get(name))]
-        numbers = [number for one in each for number in (one.step, one.least, one.most)]
+        problem = _problem(found)
     except OSError as error:
-        raise ValueError(
-            f"--beside {path}: {_reason(error)}. Give files that --json has written"
-        ) from error
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ) as error:
-        raise ValueError(
-            f"--beside {path} holds no results ({error!r}): give files that --json has written"
-        ) from error
-    if missing:
-        raise ValueError(
-            f"--beside {path} holds no results, as it lacks {', '.join(missing)}: give files that "
-            "--json has written"
-        )
-    if wrong or not all(map(is_number, numbers)):
-        raise ValueError(
-            f"--beside {path} holds no results ({', '.join(wrong) or 'seconds'}: of a wrong type): "
-            "give files that --json has written"
-        )
+        missing = isinstance(error, FileNotFoundError)
+        reason = "no such file" if missing else error.strerror
+        raise ValueError(f"--beside {path}: {reason}. {GIVE}") from error
+    except NO_RESULT as error:
+        problem = f" ({error!r})"
+    if problem:
+        raise ValueError(f"--beside {path} holds no results{problem}: {GIVE[:1].lower()}{GIVE[1:]}")
     return found
 
 
-def _reason(error: OSError) -> str:
-    return "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
+def _problem(found: Result) -> str:
+    """Why a picture cannot show what a file has; empty: it can."""
+    numbers = [n for one in figures(found).values() for n in (one.step, one.least, one.most)]
+    if missing := [name for name in COMPARED if name not in found]:
+        return f", as it lacks {', '.join(missing)}"
+    wrong = [name for name, kind in COMPARED.items() if not fits(kind, found[name])]
+    if wrong or not all(map(is_number, numbers)):
+        return f" ({', '.join(wrong) or 'seconds'}: of a wrong type)"
+    return ""
 
 
 def figures(result: Result) -> dict[str, Figures]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from horovod_topk.cost.quantities import is_number, is_whole
+from horovod_topk.cli.reading import misfit
 
 DONE, FAILED, LATE, DIVERGED = "done", "failed", "cut off", "diverged"
+Amount = Annotated[float | None, lambda value: value is None or value >= 0]
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Record:
     """A finished run: its settings, its outcome, and its reports."""
 
     cell: Cell
-    status: str  # DONE, FAILED or LATE
+    status: Annotated[str, (DONE, FAILED, LATE).__contains__]
     problem: str = ""  # why it failed, and the end of its output
     points: tuple[Point, ...] = ()
-    sent_bytes: float | None = None  # per step, by rank 0; None: Horovod's own, not counted
-    dense_bytes: float | None = None  # per step, by a ring allreduce of the same gradients
-    waited: float | None = None  # seconds per step in optimizer.synchronize(); None: unknown
-    peak_memory: float | None = None  # bytes, on rank 0
+    sent_bytes: Amount = None  # per step, by rank 0; None: Horovod's own, not counted
+    dense_bytes: Amount = None  # per step, by a ring allreduce of the same gradients
+    waited: Amount = None  # seconds per step in optimizer.synchronize(); None: unknown
+    peak_memory: Amount = None  # bytes, on rank 0
     seeded: bool = True  # whether the script has used its seed
     machine: Mapping[str, object] = field(default_factory=dict)
 
@@ -140,74 +140,12 @@ def _read(text: str, where: str) -> dict[str, Any]:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is no run of compare ({error}): {CURE}") from error
-    bad = _bad(found, RECORD) or _bad(found["cell"], CELL, "cell.")
-    bad = bad or next(filter(None, (_bad(each, POINT, "points.") for each in found["points"])), "")
-    if bad:
-        raise ValueError(f"{where} is no run of compare ({bad}): {CURE}")
+    if problem := misfit(Record, found):
+        raise ValueError(f"{where} is no run of compare ({problem}): {CURE}")
     return dict(found)
 
 
 CURE = "remove it, so that the run is made again, or give --out another path"
-
-
-def _bad(found: object, kinds: Mapping[str, Callable[[Any], bool]], of: str = "") -> str:
-    """The first field that is missing, unknown or of a wrong type; empty: none is."""
-    if not isinstance(found, dict):
-        return f"{of or 'it'} is no object"
-    for name in (*kinds, *found):
-        if name not in kinds:
-            return f"{of}{name} is no field"
-        if name not in found:
-            return f"{of}{name} is missing"
-        if not kinds[name](found[name]):
-            return f"{of}{name} is {reprlib.repr(found[name])}"
-    return ""
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_list(value: object, of: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(of, value))
-
-
-def _is_amount(value: object) -> bool:
-    return value is None or (is_number(value) and value >= 0)
-
-
-def _are_pairs(value: object) -> bool:
-    def is_pair(pair: object) -> bool:
-        return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
-
-    return _is_list(value, is_pair)
-
-
-def _are_metrics(value: object) -> bool:
-    return isinstance(value, dict) and all(v is None or is_number(v) for v in value.values())
-
-
-CELL: Mapping[str, Callable[[Any], bool]] = {
-    "compressor": _is_text,
-    "seed": is_whole,
-    "arguments": lambda value: _is_list(value, _is_text),
-    "grid": _are_pairs,
-    "where": _are_pairs,
-}
-POINT: Mapping[str, Callable[[Any], bool]] = {
-    "step": is_whole,
-    "seconds": is_number,
-    "metrics": _are_metrics,
-}
-RECORD: Mapping[str, Callable[[Any], bool]] = {
-    "cell": lambda value: isinstance(value, dict),
-    "status": lambda value: value in (DONE, FAILED, LATE),
-    "problem": _is_text,
-    "points": lambda value: isinstance(value, list),
-    **dict.fromkeys(("sent_bytes", "dense_bytes", "waited", "peak_memory"), _is_amount),
-    "seeded": lambda value: isinstance(value, bool),
-    "machine": lambda value: isinstance(value, dict),
-}
 
 
 def _cell(found: Mapping[str, Any]) -> Cell:

@@ -6,17 +6,18 @@ import hashlib
 import itertools
 import reprlib
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from horovod_topk.cli.compare.curves import Metric
 from horovod_topk.cli.compare.records import Cell
 from horovod_topk.cli.options import MOST_RANKS, outside
+from horovod_topk.cli.reading import fits
 from horovod_topk.config import reject_unknown
-from horovod_topk.core.run.substitute import HOROVODS, parse
+from horovod_topk.core.run.substitute import parse
 from horovod_topk.cost.quantities import bits_per_second, is_number
 
 LOWER = ("loss", "error", "perplexity", "ppl", "nll", "bits_per_byte", "wer", "mse", "mae", "rmse")
@@ -222,48 +223,36 @@ def _check_types(found: Mapping[str, Any], path: Path) -> None:
         ValueError: one is wrong; names the setting and what it has to be.
     """
     for name, value in found.items():
-        is_right, wanted = TYPES[name]
-        if not is_right(value):
-            raise ValueError(f"{path}: {name} = {reprlib.repr(value)}: give {wanted}")
+        if not fits(TYPES[name], value):
+            raise ValueError(f"{path}: {name} = {reprlib.repr(value)}: give {WANTED[TYPES[name]]}")
 
 
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, str | bool) or is_number(value)
-
-
-def _are_scalars(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_scalar, value))
-
-
-def _is_table(value: object, of: Callable[[Any], bool]) -> bool:
-    return isinstance(value, dict) and all(map(of, value.values()))
-
-
-def _is_seeds(value: object) -> bool:
-    return type(value) is int or (
-        isinstance(value, list) and all(type(each) is int for each in value)
-    )
-
-
-Check = tuple[Callable[[Any], bool], str]
-_TEXT: Check = (lambda value: isinstance(value, str), "a text")
-_WHOLE: Check = (lambda value: type(value) is int, "a whole number")
-_NUMBER: Check = (is_number, "a number")
-TYPES: Mapping[str, Check] = {
-    **dict.fromkeys(("script", "seed_argument", "hosts", "network", "controller"), _TEXT),
-    **dict.fromkeys(("metric", "version", "title", "text"), _TEXT),
-    **dict.fromkeys(("ranks", "jobs"), _WHOLE),
-    **dict.fromkeys(("limit_seconds", "target", "budget"), _NUMBER),
-    "arguments": (_are_scalars, "a list of texts and numbers"),
-    "compressors": (lambda value: _is_table(value, lambda _: True), "a table of compressors"),
-    "baselines": (lambda value: _is_table(value, lambda _: True), "a table of compressors"),
-    "options": (lambda value: _is_table(value, _is_scalar), "a table of texts and numbers"),
-    "grid": (
-        lambda value: _is_table(value, lambda each: _are_scalars(each) and each),
-        "a table of lists with one value or more",
-    ),
-    "seeds": (_is_seeds, "a number of seeds, or a list of seeds"),
-    "simulated": (lambda value: isinstance(value, bool), "true or false"),
+Scalar = str | bool | float
+Scalars = tuple[Scalar, ...]
+Seeds = Annotated[object, lambda value: fits(int | tuple[int, ...], value) or type(value) is int]
+Grid = Annotated[Mapping[str, Scalars], lambda grid: all(grid.values())]
+WANTED: Mapping[Any, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    Scalars: "a list of texts and numbers",
+    Mapping[str, Any]: "a table of compressors",
+    Mapping[str, Scalar]: "a table of texts and numbers",
+    Grid: "a table of lists with one value or more",
+    Seeds: "a number of seeds, or a list of seeds",
+}
+TYPES: Mapping[str, Any] = {  # of settings in a file
+    **dict.fromkeys(("script", "seed_argument", "hosts", "network", "controller"), str),
+    **dict.fromkeys(("metric", "version", "title", "text"), str),
+    **dict.fromkeys(("ranks", "jobs"), int),
+    **dict.fromkeys(("limit_seconds", "target", "budget"), float),
+    **dict.fromkeys(("compressors", "baselines"), Mapping[str, Any]),
+    "arguments": Scalars,
+    "options": Mapping[str, Scalar],
+    "grid": Grid,
+    "seeds": Seeds,
+    "simulated": bool,
 }
 
 
@@ -353,6 +342,3 @@ def _check_whole(option: str, value: int, least: int, most: int) -> None:
 def _check_positive(option: str, value: float | None) -> None:
     if value is not None and not 0 < value <= MOST_SECONDS:
         raise ValueError(f"{option} {value:g}: give a number above 0 and {MOST_SECONDS:,} at most")
-
-
-__all__ = ["BASELINES", "HOROVODS", "Settings", "checked", "metric_of", "named", "of_file"]

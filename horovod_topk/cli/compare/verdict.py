@@ -14,10 +14,10 @@ of a pair reach is compared with every dense baseline. A compressor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from horovod_topk.cli.compare.curves import Metric, at_step, at_time, time_to
+from horovod_topk.cli.compare.curves import Curve, Metric, at_step, at_time, time_to
 from horovod_topk.cli.compare.records import DIVERGED, DONE, FAILED, LATE, Record
 from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE, Difference, difference
 
@@ -117,10 +117,13 @@ def overall(verdicts: Mapping[str, Verdict]) -> str:
 
 
 def _beside(runs: Runs, dense: Runs, metric: Metric, budget: float | None, level: float) -> Beside:
-    pairs = _pairs(runs, dense, metric)
-    steps = [_at_steps(a, b, metric) for a, b in pairs]
-    times = [_at_times(a, b, metric, budget) for a, b in pairs]
-    sooner = [_sooner(a, b, metric) for a, b in pairs]
+    steps, times, sooner = [], [], []
+    for ours, theirs in _pairs(runs, dense, metric):
+        last = min(ours[-1][0], theirs[-1][0])
+        seconds = min(ours[-1][1], theirs[-1][1]) if budget is None else budget
+        steps.append(_gain(metric, at_step(ours, last), at_step(theirs, last)))
+        times.append(_gain(metric, at_time(ours, seconds), at_time(theirs, seconds)))
+        sooner.append(_sooner(ours, theirs, metric))
     known = [each for each in times if each is not None]
     return Beside(
         difference([each for each in steps if each is not None], TRUST),
@@ -129,45 +132,20 @@ def _beside(runs: Runs, dense: Runs, metric: Metric, budget: float | None, level
     )
 
 
-def _pairs(runs: Runs, dense: Runs, metric: Metric) -> list[tuple[Record, Record]]:
-    """Runs of the same seed whose dense run is done."""
-    return [
-        (runs[seed], dense[seed])
-        for seed in sorted(runs.keys() & dense.keys())
-        if dense[seed].outcome(metric.name) == DONE
-    ]
+def _pairs(runs: Runs, dense: Runs, metric: Metric) -> Iterator[tuple[Curve, Curve]]:
+    """Curves of the same seed whose dense run is done."""
+    for seed in sorted(runs.keys() & dense.keys()):
+        ours, theirs = (each[seed].curve(metric.name) for each in (runs, dense))
+        if ours and theirs and dense[seed].outcome(metric.name) == DONE:
+            yield ours, theirs
 
 
-def _at_steps(run: Record, dense: Record, metric: Metric) -> float | None:
-    a, b = run.curve(metric.name), dense.curve(metric.name)
-    if not a or not b:
-        return None
-    step = min(a[-1][0], b[-1][0])
-    ours, theirs = at_step(a, step), at_step(b, step)
+def _gain(metric: Metric, ours: float | None, theirs: float | None) -> float | None:
     return None if ours is None or theirs is None else metric.gain(ours, theirs)
 
 
-def _at_times(run: Record, dense: Record, metric: Metric, budget: float | None) -> float | None:
-    a, b = run.curve(metric.name), dense.curve(metric.name)
-    if not a or not b:
-        return None
-    seconds = min(a[-1][1], b[-1][1]) if budget is None else budget
-    ours, theirs = at_time(a, seconds), at_time(b, seconds)
-    return None if ours is None or theirs is None else metric.gain(ours, theirs)
-
-
-def _sooner(run: Record, dense: Record, metric: Metric) -> float | None:
+def _sooner(ours: Curve, theirs: Curve, metric: Metric) -> float | None:
     """Log of the ratio of times in which the runs of a pair reach their common quality."""
-    a, b = run.curve(metric.name), dense.curve(metric.name)
-    if not a or not b:
-        return None
-    common = metric.worse(a[-1][2], b[-1][2])
-    ours, theirs = time_to(a, common, metric), time_to(b, common, metric)
-    if ours is None or theirs is None or ours <= 0 or theirs <= 0:
-        return None
-    return math.log(theirs / ours)
-
-
-def seeds_of(runs: Sequence[Runs]) -> list[int]:
-    """All seeds that any compressor has run."""
-    return sorted({seed for each in runs for seed in each})
+    common = metric.worse(ours[-1][2], theirs[-1][2])
+    a, b = time_to(ours, common, metric), time_to(theirs, common, metric)
+    return math.log(b / a) if a and b and a > 0 and b > 0 else None
