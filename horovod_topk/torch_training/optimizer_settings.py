@@ -24,6 +24,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from horovod_topk.core.run.optimizers import (
     HAS_NONE,
     Own,
+    advise,
     check_once,
     fitted,
     guarded,
@@ -31,7 +32,6 @@ from horovod_topk.core.run.optimizers import (
     none_to_correct,
     note_followed,
 )
-from horovod_topk.core.run.optimizers import advise as advise_of
 from horovod_topk.core.state.learning_rates import Rates, fall_of
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
@@ -207,8 +207,10 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
 
 def fit_settings(
     optimizer: Any, config: Method, deferred: Mapping[str, str]
-) -> tuple[Method, Rule | None, str]:
+) -> tuple[Method, Rule | None, tuple[str, ...]]:
     """Fill in the settings that depend on the optimizer, and on how its steps are adapted.
+
+    Warn about an optimizer whose steps do not take into account that gradients arrive late.
 
     Args:
         optimizer: the optimizer of the gradients.
@@ -216,8 +218,8 @@ def fit_settings(
         deferred: names of the settings that are left to the compressor.
 
     Returns:
-        The settings; the rule by which its steps are adapted, or None if they are not; and why
-        "auto" has left them as they are, if it has.
+        The settings; the rule by which its steps are adapted, or None if they are not; and the
+        warnings that were given, one or none.
 
     Raises:
         ConfigError: momentum would be applied twice, or weights would become NaN.
@@ -229,13 +231,16 @@ def fit_settings(
         config = replace(config, follow_lr=not why)
         if why:
             log.info("TopKEF does not follow learning rates: %s", why)
-    return config, rule, why_left
+    has_beta1 = any(_now(group) for group in optimizer.param_groups if "betas" in group)
+    normalises = isinstance(optimizer, (Adam, AdamW)) and has_beta1
+    given = kind_of(optimizer), config, why_left
+    return config, rule, () if rule else advise(*given, normalises=normalises)
 
 
 def fit_momentum(
     optimizer: Any, config: Method, deferred: Mapping[str, str]
 ) -> tuple[Method, Rule | None, str]:
-    """As `fit_settings`, for momentum alone."""
+    """As `fit_settings`, for momentum alone; returns why "auto" has left it as it is, if it has."""
     _check_eps(optimizer, config)
     is_adam, kind = isinstance(optimizer, (Adam, AdamW)), kind_of(optimizer)
     normalises = is_adam if is_adam or isinstance(optimizer, SGD) else None
@@ -352,19 +357,6 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> Any:
         log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
     # A checkpoint may set it to 0.
     return optimizer.register_step_pre_hook(untraced(lambda it, *_: give(it)))
-
-
-def advise(optimizer: Any, config: Method, why: str) -> tuple[str, ...]:
-    """Warn about an optimizer whose steps do not take into account that gradients arrive late.
-
-    why: as `fit_momentum` has returned it.
-
-    Returns:
-        The warnings that were given: one or none.
-    """
-    has_beta1 = any(_now(group) for group in optimizer.param_groups if "betas" in group)
-    normalises = isinstance(optimizer, (Adam, AdamW)) and has_beta1
-    return advise_of(kind_of(optimizer), config, why, normalises=normalises)
 
 
 # Hooks.

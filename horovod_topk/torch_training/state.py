@@ -21,6 +21,7 @@ from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.agreement import agree
 from horovod_topk.core.exchange.membership import check_elastic, elastic
 from horovod_topk.core.exchange.selection import exchange_of
+from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.run.attached import Attached
 from horovod_topk.core.run.base_compressor import BaseCompressor
 from horovod_topk.core.run.compressor import Compressor
@@ -34,7 +35,7 @@ from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.preprocessing import Preprocessing, check_scaler, clip_alone
 from horovod_topk.torch_training.steps import Hooks, check_evaluates_once
 from horovod_topk.torch_training.updates import Updates, moments
-from horovod_topk.updates.tracker import Tracker
+from horovod_topk.updates.tracker import Rule, Tracker
 
 log = logging.getLogger("horovod_topk")
 
@@ -117,35 +118,20 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         """
         check_elastic(compressor.config)
         check_evaluates_once(optimizer)
-        deferred, scaler = compressor.deferred, compressor.grad_scaler
-        config, rule, why = settings.fit_settings(optimizer, compressor.config, deferred)
+        asked = compressor.config, compressor.deferred
+        config, rule, warnings = settings.fit_settings(optimizer, *asked)
         if isinstance(optimizer, OneBitAdam):
             config = optimizer.exchange_settings(config, names)
-        advice: tuple[str, ...] = ()
-        if rule is None:
-            advice = settings.advise(optimizer, config, why)
         plan = plan_of(optimizer, names, config, reduction, groups)
         plan = plan.under(plan.config, rule)  # whose rules for ratios are applied
+        scaler = compressor.grad_scaler
         preprocessing = Preprocessing.of(scaler, plan, optimizer)
-        ops, prefix = TorchOps(), config.name or f"topkef.{plan.digest.hex()}"
-        ordinal = _free_ordinal(prefix)
-        if not elastic():  # a rank that joins late constructs its optimizer alone
-            ordinal = agree(plan, ordinal, ops, collective)
-        exchange, name = exchange_of(plan, ops, collective), f"{prefix}.{ordinal}"
-        held, followers, updates = weakref.ref(optimizer), None, None
-        if rule is not None:
-            followers = Tracker(rule, ops, lambda: moments(held(), names))
-        shared = plan, ops, PayloadCodec(ops), exchange, name, collective.timer
-        own = Compressor(*shared, followers)
-        if rule is not None:
-            updates = Updates(names, own)
-        own.rates = settings.followed(optimizer, config, names)
-        own.frozen = partial(settings.frozen, held, names)
-        buckets, has_scaler = Buckets(names, plan), scaler is not None
-        of_hooks = optimizer, own, buckets, preprocessing, updates
-        hooks = type(self).hooks(*of_hooks, has_scaler=has_scaler)
-        hooks.name, hooks.warnings = (prefix, ordinal), [*advice]
-        log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
+        name = _agreed_name(plan, collective)
+        own = _compressor_of(optimizer, names, plan, rule, name, collective)
+        updates = None if rule is None else Updates(names, own)
+        of_hooks = optimizer, own, Buckets(names, plan), preprocessing, updates
+        hooks = type(self).hooks(*of_hooks, has_scaler=scaler is not None)
+        hooks.name, hooks.warnings = name, [*warnings]
         return hooks
 
     def _use(self, hooks: Hooks) -> None:
@@ -219,7 +205,32 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         """Discard a step that has begun, with its exchanged gradients."""
 
 
-def _free_ordinal(prefix: str) -> int:
-    """Smallest ordinal above those of all live optimizers with the same prefix."""
+def _agreed_name(plan: Plan, collective: Timed[Tensor]) -> tuple[str, int]:
+    """Agree with all ranks on a plan and on the ordinal of its optimizer; return `Hooks.name`."""
+    prefix = plan.config.name or f"topkef.{plan.digest.hex()}"
     names = (state._hooks.name for state in live_states())
-    return max((ordinal for taken, ordinal in names if taken == prefix), default=-1) + 1
+    ordinal = max((n for taken, n in names if taken == prefix), default=-1) + 1
+    if not elastic():  # a rank that joins late constructs its optimizer alone
+        ordinal = agree(plan, ordinal, TorchOps(), collective)
+    return prefix, ordinal
+
+
+def _compressor_of(
+    optimizer: Any,
+    names: Mapping[Tensor, str],
+    plan: Plan,
+    rule: Rule | None,
+    name: tuple[str, int],
+    collective: Timed[Tensor],
+) -> Compressor[Tensor]:
+    """Select the exchange of a plan, and allocate memory."""
+    ops, held, followers = TorchOps(), weakref.ref(optimizer), None
+    exchange, full = exchange_of(plan, ops, collective), f"{name[0]}.{name[1]}"
+    if rule is not None:
+        followers = Tracker(rule, ops, lambda: moments(held(), names))
+    shared = plan, ops, PayloadCodec(ops), exchange, full, collective.timer
+    made = Compressor(*shared, followers)
+    made.rates = settings.followed(optimizer, plan.config, names)
+    made.frozen = partial(settings.frozen, held, names)
+    log.info("TopKEF %s: %s, %s", full, plan.summary(), describe(exchange))
+    return made

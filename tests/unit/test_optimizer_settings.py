@@ -79,9 +79,8 @@ def test_an_unknown_optimizer_may_have_any_settings(setting: str, value: Any) ->
     """They are fitted, read in each step, and read where nothing is exchanged."""
     optimizer = Own(**{setting: value})
     deferred = {"momentum": AUTO, "follow_lr": AUTO}
-    config, rule, why = settings.fit_momentum(optimizer, TopK(), deferred)
+    config, rule, _ = settings.fit_settings(optimizer, TopK(), deferred)
     assert (config.momentum, rule) == (0.0, None)
-    settings.advise(optimizer, config, why)
     settings.give_back(optimizer)
     settings.hand_over(optimizer, 0.0, nesterov=False)
     follows = setting == "lr" and any(value is each for each in NUMBERS)
@@ -99,9 +98,8 @@ def test_a_subclass_may_have_any_betas(betas: Any) -> None:
 
     optimizer = Adan([nn.Parameter(torch.zeros(2))])
     optimizer.param_groups[0]["betas"] = betas
-    config, rule, why = settings.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
+    _, rule, (warning,) = settings.fit_settings(optimizer, TopK(), {"momentum": AUTO})
     assert rule is None
-    (warning,) = settings.advise(optimizer, config, why)
     assert f"does not adapt the steps of {__name__}.Adan" in warning
 
 
@@ -263,9 +261,8 @@ def test_a_momentum_that_an_older_version_has_set_to_zero_comes_back(
 
 def test_sums_of_all_ranks_leave_the_steps_of_sgd_alone() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
-    config, rule, why = settings.fit_momentum(optimizer, RandomK(), {"momentum": AUTO})
+    config, rule, (warning,) = settings.fit_settings(optimizer, RandomK(), {"momentum": AUTO})
     assert (config.momentum, rule) == (0.0, None)
-    (warning,) = settings.advise(optimizer, config, why)
     assert "sums of all ranks have no elements that arrive rarely" in warning
 
 
