@@ -30,7 +30,7 @@ from typing import Any
 
 from horovod_topk.checkpoint import parts, shard
 from horovod_topk.checkpoint.contents import check_place, is_count
-from horovod_topk.checkpoint.naming import naming
+from horovod_topk.checkpoint.shard import naming
 from horovod_topk.core.exchange.membership import ALONE
 from horovod_topk.core.run.attached import Attached
 from horovod_topk.core.run.base_compressor import BaseCompressor

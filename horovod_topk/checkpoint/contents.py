@@ -14,6 +14,7 @@ from horovod_topk.core.state.learning_rates import LARGEST, RATES, rates_of
 from horovod_topk.core.state.state_dict import (
     COMMITTED,
     OPTIONAL,
+    RESIDUALS,
     STATE_VERSION,
     asked_of,
     decision_of,
@@ -22,7 +23,6 @@ from horovod_topk.core.state.state_dict import (
 )
 from horovod_topk.errors import CheckpointError, StateDictError
 
-RESIDUALS = "residuals"
 _DTYPES = ("F32", "F64", "U8")  # dtypes of states, as safetensors names them
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horovod_topk.checkpoint.naming import naming
+from horovod_topk.checkpoint.shard import naming
 from horovod_topk.core.state import reshard
 from horovod_topk.core.state.learning_rates import LARGEST, RATES
 from horovod_topk.core.state.state_dict import (
@@ -24,9 +24,11 @@ from horovod_topk.core.state.state_dict import (
     STEPS,
     check_nothing_is_owed,
     check_velocity,
+    converted,
     owner_of,
     parts_of,
     released_of,
+    without,
 )
 from horovod_topk.errors import CheckpointError, StateDictError
 
@@ -70,14 +72,14 @@ def share_out(
         for path, shard in shards:
             with naming(path):
                 check_reduction(shard, job.reduction)
-                wrapped = _each(shard, wrap)
+                wrapped = converted(shard, wrap)
                 if job.strict:
                     gone.update(released_of(shard) - set(shard["tensors"]))
                     _check_tensors(shard, job, gone | released_of(own))
                     for part in _each_part(wrapped):
                         check_nothing_is_owed(part["residuals"], released_of(own), ops)
                     check_velocity("velocity" in own, shard)
-                fitting = _without(wrapped, _differing(shard, job))
+                fitting = without(wrapped, _differing(shard, job))
                 _check_finite(fitting, ops)
             common.update(common_in(shard, own))
             yield fitting
@@ -94,8 +96,8 @@ def share_out(
                 name = part.removeprefix(METHOD_STATE)
                 log.warning("TopKEF: the method's %s starts at zero", name)
             own = {**own, part: _at_zero(own[part])}
-    mine = reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops)
-    return _each({**mine, **common}, unwrap)
+    mine = reshard.share_out(total, converted(own, wrap), job.ranks, job.reduction, ops)
+    return converted({**mine, **common}, unwrap)
 
 
 def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
@@ -158,12 +160,6 @@ def _each_part(state: StateDict) -> Iterator[StateDict]:
         yield state["owned"]
 
 
-def _without(state: StateDict, names: Sequence[str]) -> StateDict:
-    kept = {name: e for name, e in state["residuals"].items() if name not in names}
-    owned = {"owned": _without(state["owned"], names)} if "owned" in state else {}
-    return {**state, "residuals": kept, **owned}
-
-
 def _arrays(framework: str) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
     """Operations of a framework, and functions from its tensors to their arrays and back."""
     module = importlib.import_module(f"horovod_topk.ops.{framework}")
@@ -174,14 +170,6 @@ def _arrays(framework: str) -> tuple[Any, Callable[[Any], Any], Callable[[Any], 
 
 def _at_zero(state: StateDict) -> dict[str, Any]:
     return {**state, "residuals": {name: e - e for name, e in state["residuals"].items()}}
-
-
-def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A state dict with a function applied to every array."""
-    changed = {**state, "residuals": {n: change(e) for n, e in state["residuals"].items()}}
-    for part in parts_of(state):
-        changed[part] = _each(state[part], change)
-    return changed
 
 
 def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,14 +20,13 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from horovod_topk.checkpoint import contents
-from horovod_topk.checkpoint.contents import RESIDUALS
-from horovod_topk.core.state.state_dict import parts_of
-from horovod_topk.errors import CheckpointError
+from horovod_topk.core.state.state_dict import RESIDUALS, parts_of
+from horovod_topk.errors import CheckpointError, StateDictError
 
 FORMAT = "horovod_topk"
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
@@ -151,6 +150,18 @@ def peek(path: Path) -> dict[str, Any]:
     except _UNREADABLE:
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add a path to the errors of the block, if they do not name it."""
+    try:
+        yield
+    except (CheckpointError, StateDictError) as error:
+        if path.name in error.problem:
+            raise
+        problem = f"{path}: {error.problem}"
+        raise type(error)(problem, cure=error.cure, tensor=error.tensor) from error
 
 
 def _find_digest(data: bytes) -> re.Match[bytes] | None:

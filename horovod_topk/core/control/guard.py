@@ -26,8 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from horovod_topk.core.state.state_dict import GUARD, are_numbers
-from horovod_topk.errors import StateDictError
+from horovod_topk.core.state.state_dict import FOREIGN, GUARD, are_numbers, refused
 from horovod_topk.guard import BY_CLOCK, OF_ONE_RANK, REASONS, Guard
 
 log = logging.getLogger("horovod_topk")
@@ -332,16 +331,10 @@ def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
     """
     memory = state.get(GUARD, [])
     if not (are_numbers(memory) and len(memory) in (0, *LENGTHS)):
-        raise StateDictError(
-            f"the state dict says that a guard remembers {memory!r}, which is not a list of "
-            f"{LENGTHS[-1]} finite numbers",
-            cure="Pass what state_dict() of a TopKEF compressor returned",
-        )
+        limits = f"which is not a list of {LENGTHS[-1]} finite numbers"
+        raise refused(f"a guard remembers {memory!r}, {limits}")
     if memory and not is_memory(memory):
-        raise StateDictError(
-            f"the state dict says that a guard remembers {memory!r}, of which a counter is "
-            "negative or the stage is none",
-            cure="Pass what state_dict() of a TopKEF compressor returned. Remove 'guard' from that "
-            "of an older version whose guard was handing momentum over",
-        )
+        older = "Remove 'guard' from that of an older version whose guard was handing momentum over"
+        what = "of which a counter is negative or the stage is none"
+        raise refused(f"a guard remembers {memory!r}, {what}", f"{FOREIGN}. {older}")
     return memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import Generic, TypeVar
 
 from horovod_topk.core.exchange import Exchange, Traffic
@@ -11,17 +10,12 @@ from horovod_topk.core.exchange.probe import Probed
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.run.stats import (
     Sample,
-    Stats,
     StepCounters,
-    measured,
     memory_of,
-    planned,
-    stored_bytes,
 )
 from horovod_topk.core.run.timing import Seconds
 from horovod_topk.core.state.named_state import Part
 from horovod_topk.core.state.residual import Squares
-from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS
 from horovod_topk.errors import ConfigError
 
 Array = TypeVar("Array")
@@ -130,26 +124,3 @@ class Counting(Generic[Array]):
         if self._counted is None or self._counted[0] is not plan:
             self._counted = plan, memory_of(self.parts.values(), exchange, plan)
         return self._counted[1]
-
-    def stats(self) -> Stats:
-        """Totals and norms so far. Waits for the device."""
-        if self.plan is None or self.exchange is None:
-            return Stats(active=True)
-        known = planned(self.plan, self.exchange)
-        sizes = {key.removeprefix(METHOD_STATE): stored_bytes(p) for key, p in self.parts.items()}
-        return replace(
-            known,
-            element_bytes={key: size / max(known.elements, 1) for key, size in sizes.items()},
-            steps=self.steps,
-            rolled_back=self.rolled_back,
-            total_sent_bytes=self.sent_bytes,
-            total_dense_bytes=self.dense_bytes,
-            residual_norm=self.norm(RESIDUALS),
-            owned_norm=self.norm(OWNED),
-            residual_norm_ratio=self.sample.residual_norm_ratio,
-            level=self.plan.config.ratio,
-            memory_bytes=self.memory_bytes,
-            **vars(self.seconds),
-            **vars(self.probed),
-            **measured(self.squares()),
-        )

@@ -24,7 +24,7 @@ from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.plan import facts
 from horovod_topk.core.plan.buckets import Plan, TensorSpec
 from horovod_topk.core.run.counting import Counting
-from horovod_topk.core.run.stats import Sample, Stats
+from horovod_topk.core.run.stats import Sample, Stats, measured, planned, stored_bytes
 from horovod_topk.core.state.learning_rates import LARGEST, RATES, Followed, rates_of
 from horovod_topk.core.state.named_state import Part
 from horovod_topk.core.state.residual import Squares
@@ -202,12 +202,31 @@ class State(Counting[Array]):
 
     def stats(self) -> Stats:
         """Totals and norms so far, and what the guard did. Waits for the device."""
-        guard, stats = self.guard, super().stats()
+        of_guard: dict[str, Any] = {
+            "warnings": (*self._saturated, *self.guard.warnings),
+            "fallbacks": self.guard.fallbacks,
+            "step_factor": self._step_factor(),
+        }
+        if self.plan is None or self.exchange is None:
+            return Stats(active=True, **of_guard)
+        known = planned(self.plan, self.exchange)
+        sizes = {key.removeprefix(METHOD_STATE): stored_bytes(p) for key, p in self.parts.items()}
         return replace(
-            stats,
-            warnings=(*self._saturated, *guard.warnings),
-            fallbacks=guard.fallbacks,
-            step_factor=self._step_factor(),
+            known,
+            element_bytes={key: size / max(known.elements, 1) for key, size in sizes.items()},
+            steps=self.steps,
+            rolled_back=self.rolled_back,
+            total_sent_bytes=self.sent_bytes,
+            total_dense_bytes=self.dense_bytes,
+            residual_norm=self.norm(RESIDUALS),
+            owned_norm=self.norm(OWNED),
+            residual_norm_ratio=self.sample.residual_norm_ratio,
+            level=self.plan.config.ratio,
+            memory_bytes=self.memory_bytes,
+            **of_guard,
+            **vars(self.seconds),
+            **vars(self.probed),
+            **measured(self.squares()),
         )
 
     def _step_factor(self) -> float:

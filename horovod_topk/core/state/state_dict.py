@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.core.state.learning_rates import LARGEST as LARGEST_RATES
@@ -20,6 +20,8 @@ from horovod_topk.ops import Ops
 from horovod_topk.schedules import MEMORY
 
 STATE_VERSION = 1
+FOREIGN = "Pass what state_dict() of a TopKEF compressor returned"  # cure of malformed entries
+MODEL = "Load the state into the model it was saved from, or call reset()"  # of other tensors
 RESIDUALS = "residuals"  # key in a state dict: flat arrays by tensor name
 COMMITTED = "committed"  # key in a state dict: committed steps, also those before a checkpoint
 ASKED = "asked"  # key in a state dict: the ratio of the last `set_ratio`, if there was one
@@ -161,7 +163,7 @@ def check_state(
     if absent:
         raise StateDictError(
             f"the state dict lacks {', '.join(sorted(absent))}",
-            cure="Pass what state_dict() of a TopKEF compressor returned",
+            cure=FOREIGN,
         )
     if state["version"] != STATE_VERSION:
         raise StateDictError(
@@ -177,50 +179,37 @@ def check_state(
             raise StateDictError(
                 "the state dict has a residual for it, the optimizer has no such tensor",
                 tensor=name,
-                cure="Load the state into the model it was saved from, or call reset()",
+                cure=MODEL,
             )
 
 
 def _check_tensor(
     spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any], largest: float
 ) -> None:
+    def refuse(problem: str, cure: str = MODEL) -> NoReturn:
+        raise StateDictError(problem, tensor=spec.name, cure=cure)
+
     name, expected = spec.name, list(spec.shape)
     if name not in state["residuals"] or name not in state["shapes"]:
-        raise StateDictError(
-            "the state dict has no residual for it",
-            tensor=name,
-            cure="Load the state into the model it was saved from, or call reset()",
-        )
-    shape = state["shapes"][name]
+        refuse("the state dict has no residual for it")
+    shape, residual = state["shapes"][name], state["residuals"][name]
     if not isinstance(shape, list | tuple) or list(shape) != expected:
-        raise StateDictError(
-            f"the state dict's shape is {shape}, the gradient's {expected}",
-            tensor=name,
-            cure="Load the state into the model it was saved from, or call reset()",
-        )
-    residual = state["residuals"][name]
+        refuse(f"the state dict's shape is {shape}, the gradient's {expected}")
     received = ops.numel(residual)
     if received != spec.numel or len(residual.shape) != 1:
-        raise StateDictError(
+        refuse(
             f"the state dict's residual has {received} elements and the shape "
-            f"{list(residual.shape)}, the gradient {spec.numel}, of which a flat one is kept",
-            tensor=name,
-            cure="Load the state into the model it was saved from, or call reset()",
+            f"{list(residual.shape)}, the gradient {spec.numel}, of which a flat one is kept"
         )
-    norm = ops.norm(_in_residual_dtype(residual, spec, ops))
-    if math.isfinite(norm) and norm > largest:
-        raise StateDictError(
+    norm, earlier = ops.norm(_in_residual_dtype(residual, spec, ops)), "Load an earlier state"
+    if not math.isfinite(norm):
+        what = f"a NaN or an infinity, or becomes one in {spec.residual_dtype}"
+        refuse(f"the state dict's residual has {what}", f"{earlier}, or call reset()")
+    if norm > largest:
+        refuse(
             f"the state dict's residual has a norm of {norm:.3g}, and at most {largest:.3g} can be "
             "added to gradients of all ranks and squared without an overflow",
-            tensor=name,
-            cure="Load an earlier state, or call reset()",
-        )
-    if not math.isfinite(norm):
-        raise StateDictError(
-            f"the state dict's residual has a NaN or an infinity, or becomes one in "
-            f"{spec.residual_dtype}",
-            tensor=name,
-            cure="Load an earlier state, or call reset()",
+            f"{earlier}, or call reset()",
         )
 
 
@@ -247,7 +236,7 @@ def check_origin(state: Mapping[str, Any], specs: Iterable[TensorSpec], reductio
             raise StateDictError(
                 f"the state dict is of the shape {list(saved)}, the gradient's is {shape}",
                 tensor=spec.name,
-                cure="Load the state into the model it was saved from, or call reset()",
+                cure=MODEL,
             )
     saved = state.get("reduction", reduction)
     if saved != reduction:
@@ -285,10 +274,7 @@ def released_of(state: Mapping[str, Any]) -> set[str]:
     """
     released = state.get(RELEASED, [])
     if not (isinstance(released, list) and all(isinstance(name, str) for name in released)):
-        raise StateDictError(
-            f"the state dict says that {released!r} were released, which is no list of names",
-            cure="Pass what state_dict() of a TopKEF compressor returned",
-        )
+        raise refused(f"{released!r} were released, which is no list of names")
     return set(released)
 
 
@@ -374,6 +360,11 @@ def check_velocity(kept: bool, state: Mapping[str, Any]) -> None:
         )
 
 
+def refused(says: str, cure: str = FOREIGN) -> StateDictError:
+    """The error for an entry that no state dict of this package has."""
+    return StateDictError(f"the state dict says that {says}", cure=cure)
+
+
 def committed_of(state: Mapping[str, Any], otherwise: int) -> int:
     """The number of committed steps in a state dict, or `otherwise` if it has none.
 
@@ -382,11 +373,8 @@ def committed_of(state: Mapping[str, Any], otherwise: int) -> int:
     """
     committed = state.get(COMMITTED, otherwise)
     if type(committed) is not int or not 0 <= committed < MOST_STEPS:
-        raise StateDictError(
-            f"the state dict says that {committed!r:.60} steps were committed, which is no whole "
-            f"number from 0 to {MOST_STEPS - 1}",
-            cure="Pass what state_dict() of a TopKEF compressor returned",
-        )
+        limits = f"which is no whole number from 0 to {MOST_STEPS - 1}"
+        raise refused(f"{committed!r:.60} steps were committed, {limits}")
     return committed
 
 
@@ -398,10 +386,7 @@ def asked_of(state: Mapping[str, Any]) -> float | None:
     """
     asked = state.get(ASKED)
     if asked is not None and not (type(asked) is float and 0 < asked <= 1):
-        raise StateDictError(
-            f"the state dict says that ratio {asked!r} was asked for, which is none in (0, 1]",
-            cure="Pass what state_dict() of a TopKEF compressor returned",
-        )
+        raise refused(f"ratio {asked!r} was asked for, which is none in (0, 1]")
     return asked
 
 
@@ -413,11 +398,8 @@ def decision_of(state: Mapping[str, Any]) -> Sequence[float]:
     """
     decision = state.get(DECISION, [])
     if not (are_numbers(decision) and len(decision) <= MEMORY + 1):
-        raise StateDictError(
-            f"the state dict says that a schedule decided {decision!r}, which is not a list of "
-            f"{MEMORY + 1} finite numbers at most",
-            cure="Pass what state_dict() of a TopKEF compressor returned",
-        )
+        limits = f"which is not a list of {MEMORY + 1} finite numbers at most"
+        raise refused(f"a schedule decided {decision!r}, {limits}")
     return decision
 
 
