@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from math import log
 from pathlib import Path
@@ -19,51 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-sys.path += [str(Path(__file__).parents[2] / each) for each in ("examples", "scripts")]
-
-import harness
-import pytorch_bytelm
-import source_files
+sys.path.append(str(Path(__file__).parents[1]))
 
 from study.networks import CausalConvolutions, Perceptron, Recurrent, Residual
+from study.workloads import Study, library, pytorch_bytelm
 
-EVALUATIONS = 5  # of a run, evenly spaced
 TILE, PATCH = 32, 16  # pixels
 CELLS = 4, 4  # parts of a photograph, each a class
 
 
-class Loop:
-    """A model, its data and its training loop.
-
-    Args:
-        optimizer: momentum (SGD), nesterov (SGD) or adamw.
-        lr: peak of the learning rate, which rises for a twentieth of the steps, then falls as a
-            cosine.
-        steps: of a run.
-        shards: equal, or skewed: what is alike lies on the same rank.
-        clip_norm: to clip exchanged gradients to; 0: not at all.
-        evaluate_on: held-out or validation.
-    """
-
-    model: Callable[[], nn.Module]
-    batch_size: int  # rows of a rank
-
-    def __init__(
-        self,
-        *,
-        optimizer: str,
-        lr: float,
-        steps: int,
-        shards: str = "equal",
-        clip_norm: float = 0.0,
-        evaluate_on: str = "held-out",
-    ) -> None:
-        self.steps, self.every = steps, max(1, steps // EVALUATIONS)
-        self.clip_norm: float | None = clip_norm or None
-        self.split, self.skewed = evaluate_on, shards == "skewed"
-        self._kind, self._lr = optimizer, lr
+class Loop(Study):
+    """A training loop as it is common, on random rows."""
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """With weight decay, as it is commonly used."""
@@ -72,10 +39,6 @@ class Loop:
         nesterov = {"momentum": False, "nesterov": True}[self._kind]
         settings = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": nesterov}
         return SGD(model.parameters(), lr=self._lr, **settings)
-
-    def schedule(self, optimizer: Optimizer) -> LambdaLR:
-        """Linear warm-up, then a cosine."""
-        return LambdaLR(optimizer, harness.warmup_cosine(self.steps))
 
     def batches(self, rank: int, ranks: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
         """Random rows of all, or of a rank's piece of the sorted ones."""
@@ -88,10 +51,6 @@ class Loop:
             rows = torch.randint(first, last, (self.batch_size,), generator=generator)
             yield tuple(column[rows] for column in columns)
 
-    def columns(self, split: str) -> tuple[Tensor, ...]:
-        """The data; for skewed shards with what is alike next to each other."""
-        raise NotImplementedError
-
 
 class Text(Loop):
     """Predicts the next byte."""
@@ -100,7 +59,7 @@ class Text(Loop):
 
     def columns(self, split: str) -> tuple[Tensor, ...]:
         """Rows of text; sorted by name of the file for skewed shards."""
-        return (_text(split, by_name=self.skewed)[:, : self.length],)
+        return (library(split, by_name=self.skewed)[:, : self.length],)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """Nats a byte."""
@@ -202,12 +161,6 @@ LOOPS = {
 def workload(*, model: str, **options: Any) -> Loop:
     """A model with its options, for `horovod-topk compare --simulated`."""
     return LOOPS[model](**options)
-
-
-@cache
-def _text(split: str, *, by_name: bool) -> Tensor:
-    files = source_files.of_split(split, source_files.STANDARD_LIBRARY)
-    return pytorch_bytelm.in_rows(sorted(files) if by_name else files)
 
 
 @cache

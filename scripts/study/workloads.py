@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,70 +24,78 @@ import torch_harness
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 SHARDS = ("equal", "skewed")
 EVALUATIONS = 5  # of a run, evenly spaced
 
 
 class Study:
-    """What both tasks have in common.
+    """A model, its data and its training loop.
 
     Args:
-        optimizer: sgd or adamw.
-        shards: equal, or skewed: what is alike lies on the same rank.
-        lr: peak of the learning rate.
+        optimizer: sgd, momentum, nesterov, adam or adamw, as the loop knows it.
+        lr: peak of the learning rate, which rises for a twentieth of the steps, then falls as a
+            cosine.
         steps: of a run.
+        shards: equal, or skewed: what is alike lies on the same rank.
+        clip_norm: to clip exchanged gradients to; 0: not at all.
         evaluate_on: held-out or validation.
     """
 
-    batch_size: int  # of a rank
+    model: Callable[[], nn.Module]
+    batch_size: int  # rows of a rank
 
     def __init__(
-        self, *, optimizer: str, shards: str, lr: float, steps: int, evaluate_on: str = "held-out"
+        self,
+        *,
+        optimizer: str,
+        lr: float,
+        steps: int,
+        shards: str = "equal",
+        clip_norm: float = 0.0,
+        evaluate_on: str = "held-out",
     ) -> None:
         self.steps, self.every = steps, max(1, steps // EVALUATIONS)
-        self._settings = argparse.Namespace(
-            compression="none", optimizer=optimizer, lr=lr, momentum=0.0
-        )
-        self.shards, self.split = shards, evaluate_on
+        self.clip_norm: float | None = clip_norm or None
+        self.split, self.skewed = evaluate_on, shards == "skewed"
+        self._kind, self._lr = optimizer, lr
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        """SGD with momentum, or AdamW."""
-        return torch_harness.optimizer(self._settings, model)
-
-    def schedule(self, optimizer: Optimizer) -> LambdaLR:
+    def schedule(self, optimizer: Optimizer) -> LRScheduler:
         """Linear warm-up, then a cosine."""
         return LambdaLR(optimizer, harness.warmup_cosine(self.steps))
 
+    def columns(self, split: str) -> tuple[Tensor, ...]:
+        """The data; for skewed shards with what is alike next to each other."""
+        raise NotImplementedError
+
+
+class Example(Study):
+    """An example, whose ranks read all rows in turn."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """SGD with momentum, or AdamW."""
+        settings = {"compression": "none", "optimizer": self._kind, "lr": self._lr, "momentum": 0.0}
+        return torch_harness.optimizer(argparse.Namespace(**settings), model)
+
     def batches(self, rank: int, ranks: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
         """A rank's share of all rows, or its piece of the sorted ones."""
-        rows, size = self.rows(), {"batch_size": self.batch_size, "seed": seed}
-        if self.shards == "equal":
+        rows, size = self.columns("training"), {"batch_size": self.batch_size, "seed": seed}
+        if not self.skewed:
             return torch_harness.batches_of(rank, ranks, *rows, **size)
         piece = tuple(column.tensor_split(ranks)[rank] for column in rows)
         return torch_harness.batches_of(0, 1, *piece, **size)
 
-    def rows(self) -> tuple[Tensor, ...]:
-        """The training data; for skewed shards with what is alike next to each other."""
-        raise NotImplementedError
 
-
-class Digits(Study):
+class Digits(Example):
     """A CNN on digits. Skewed: each of four ranks has two or three of the ten digits."""
 
-    batch_size = 16
+    model, batch_size = pytorch_digits.DigitsCNN, 16  # 284 thousand parameters
 
-    def model(self) -> nn.Module:
-        """284 thousand parameters."""
-        return pytorch_digits.DigitsCNN()
-
-    def rows(self) -> tuple[Tensor, ...]:
+    def columns(self, split: str) -> tuple[Tensor, ...]:
         """Images and labels."""
-        images, labels = _digits("training")
-        order = torch.arange(len(labels))
-        if self.shards == "skewed":
-            order = labels.argsort(stable=True)
+        images, labels = _digits(split)
+        order = labels.argsort(stable=True) if self.skewed else torch.arange(len(labels))
         return images[order], labels[order]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -103,18 +111,14 @@ class Digits(Study):
         return {"accuracy": accuracy, "loss": cross_entropy(scores, labels).item()}
 
 
-class ByteModel(Study):
+class ByteModel(Example):
     """A GPT on bytes of source files. Skewed: each rank reads its part of them, by name."""
 
-    batch_size = 2
+    model, batch_size = pytorch_bytelm.ByteGPT, 2  # 280 thousand parameters
 
-    def model(self) -> nn.Module:
-        """280 thousand parameters."""
-        return pytorch_bytelm.ByteGPT()
-
-    def rows(self) -> tuple[Tensor, ...]:
+    def columns(self, split: str) -> tuple[Tensor, ...]:
         """Texts."""
-        return (_library("training", by_name=self.shards == "skewed"),)
+        return (library(split, by_name=self.skewed),)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """Bits a byte."""
@@ -122,7 +126,7 @@ class ByteModel(Study):
 
     def score(self, model: nn.Module) -> dict[str, float]:
         """Bits a byte."""
-        rows = pytorch_bytelm.spread_evenly(_library(self.split)).split(256)
+        rows = pytorch_bytelm.spread_evenly(library(self.split)).split(256)
         bits = torch.cat([pytorch_bytelm.bits(model, each) for each in rows])
         return {"bits_per_byte": bits.double().mean().item()}
 
@@ -141,6 +145,7 @@ def _digits(split: str) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _library(split: str, *, by_name: bool = False) -> Tensor:
+def library(split: str, *, by_name: bool = False) -> Tensor:
+    """Rows of the sources of Python's standard library; sorted by name of the file, if asked."""
     files = source_files.of_split(split, source_files.STANDARD_LIBRARY)
     return pytorch_bytelm.in_rows(sorted(files) if by_name else files)

