@@ -115,6 +115,10 @@ class Buffer(Arithmetic):
         buffer._starts, buffer._pieces = [*self._starts], [*self._pieces]
         return buffer
 
+    def become(self, other: Buffer) -> None:
+        """Replace all elements by those of another buffer of this size."""
+        self._starts, self._pieces = [*other._starts], [*other._pieces]
+
     def split(self, boundaries: Iterable[int]) -> Buffer:
         """A buffer of the same elements whose parts between boundaries take no operation to read.
 
@@ -733,14 +737,27 @@ class BucketOperations:
             if found is None:
                 raise
             return int(found[1]), int(found[2])
-        for total, gradient, shape in zip(totals, gradients, shapes, strict=True):
-            _write(gradient, _shaped(total, shape))
+        shaped = [_shaped(total, shape) for total, shape in zip(totals, shapes, strict=True)]
+        if (whole := _cut_up(gradients)) is not None:
+            whole.become(Buffer.joined(shaped))
+            return None
+        for total, gradient in zip(shaped, gradients, strict=True):
+            _write(gradient, total)
         return None
 
 
 def _scales(array: Array) -> Tensor:
     """Factors of a bucket's residuals for a kernel, float64; none: all are 1."""
     return tf.cast(array.factors if isinstance(array, Scaled) else [], tf.float64)
+
+
+def _cut_up(arrays: Sequence[Array]) -> Buffer | None:
+    """The buffer that these views cut up, one after another, without a gap; None: there is none."""
+    views, at = [each for each in arrays if isinstance(each, View)], 0
+    for view in views:
+        at = view.stop if view.start == at and view.buffer is views[0].buffer else -1
+    is_cut = len(views) == len(arrays) and at == views[0].buffer.numel
+    return views[0].buffer if is_cut else None
 
 
 def joined(stretches: Sequence[Stretch], values: Sequence[Tensor], numel: int) -> Buffer:
