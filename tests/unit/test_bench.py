@@ -14,10 +14,9 @@ import horovod.torch as hvd
 import pytest
 import torch
 
-from horovod_topk import cli
 from horovod_topk.cli.bench import nic, run
 from horovod_topk.cli.bench.compute import Compute
-from horovod_topk.cli.bench.figures import figures, read_result
+from horovod_topk.cli.bench.figures import figures
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.methods import DEFAULT, SETTINGS, method_of, parse_methods
 from horovod_topk.cli.bench.picture import draw
@@ -28,7 +27,6 @@ from horovod_topk.cli.bench.table import table
 from horovod_topk.cli.files import check_writable
 from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.errors import TopKError
-from horovod_topk.reporting import RANKS
 from horovod_topk.torch import TopKEF
 
 pytestmark = pytest.mark.tools
@@ -181,70 +179,6 @@ def test_a_method_that_is_none(text: str, message: str) -> None:
 
 
 # The command line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "0"], "--rounds 0: give 1 or more"),
-        (["--idle-parameters", "-1"], "--idle-parameters -1: give 0 or more"),
-        (["--idle-parameters", "1", "--methods", "powersgd"], "1 with powersgd: torch's ranks"),
-        (["--compute", "gpu:1"], "'gpu:1': write sleep:0.2 or cpu:0.2"),
-        (["--compute", "sleep:-1"], "'sleep:-1': write sleep:0.2 or cpu:0.2"),
-        (["--rate", "fast"], "--rate 'fast' is not a bandwidth: give a number above 0"),
-        (["--beside", "no.json"], "--beside no.json: no such file"),
-        (["--model", "no.json"], "--model no.json: there is no such file"),
-        (["--script", "no.py"], "--script no.py: no such file"),
-        (["--script", __file__, "--idle-parameters", "1"], "leave out --compute and --idle"),
-        (["--script", __file__, "--methods", "ddp"], "ddp is no compression of hvd."),
-        (["--", "--epochs", "3"], "--epochs 3: arguments of what? Give --script as well"),
-        (["--json", "/absent/x.json"], "--json /absent/x.json: there is no folder /absent"),
-        (["--json", "/tmp"], "--json /tmp: that is a folder. Name a file in it"),
-        (["--picture", "/absent/x.png"], "--picture /absent/x.png: there is no folder /absent"),
-        (
-            [],
-            "no launcher started this process, so there are no ranks: run it as `horovodrun -np 2",
-        ),
-    ],
-)
-def test_what_is_refused(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in RANKS:
-        monkeypatch.delenv(name, raising=False)
-    assert cli.main(["bench", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000,
-        "[1]",
-        "{}",
-        '{"methods": []}',
-        '{"methods": [1]}',
-        "no JSON",
-        b"\xff".decode("latin1"),
-    ],
-)
-def test_earlier_results_are_read_before_anything_is_measured(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "earlier.json"
-    path.write_text(text, encoding="latin1")
-    assert cli.main(["bench", "--beside", str(path)]) == 2
-    assert f"--beside {path} holds no results" in capsys.readouterr().err
-    found = result(method("none", 0.1))
-    path.write_text(json.dumps(found))
-    assert read_result(path) == json.loads(json.dumps(found))
-    del found["rate"]
-    path.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="holds no results, as it lacks rate"):
-        read_result(path)
 
 
 def test_other_ranks_need_no_files(

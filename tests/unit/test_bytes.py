@@ -96,12 +96,6 @@ def test_every_method_is_among_them() -> None:
     assert {call.split("(")[0] for call in CALLS} == set(METHODS) - {"TopKEF"}
 
 
-def test_a_compressor_that_there_is_none_of(capsys: pytest.CaptureFixture[str]) -> None:
-    for call in ("Zip", "QSGD(bits=1)", "none"):
-        assert cli.main(["bytes", "--compressor", call]) == 2
-    assert "there is no compressor 'Zip'" in capsys.readouterr().err
-
-
 def test_a_gpu_has_plain_indices(capsys: pytest.CaptureFixture[str]) -> None:
     """As PyTorch's adapter plans them: the bytes are those of plans for a CUDA tensor."""
     assert cli.main(["bytes", "--ratio", "0.01", "--device", "cuda"]) == 0
@@ -226,72 +220,6 @@ def test_shapes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows(text)["allreduce", "float32"][0] == 4 * 120_400
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--local-size", "0"], "--local-size 0: give 1 or more ranks a node"),
-        (["--ranks", "1"], "--ranks 1: give 2 or more; one rank exchanges nothing"),
-        (
-            ["--model", "absent/no.json"],
-            "--model absent/no.json: there is no such file. Give the path of a JSON file of shapes",
-        ),
-        (
-            ["--model", "resnet51"],
-            "--model resnet51: no model of that name is known. Give one of resnet18, resnet50",
-        ),
-        (["--model", "/"], "--model /: that is a folder. Name a JSON file of shapes in it"),
-        (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),
-    ],
-)
-def test_what_has_no_table(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bytes", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [["bytes"], ["plan", "--compute", "1s"], ["bench"]])
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[1, 2]", 'it is not a JSON object such as {"weight": [3, 4]}'),
-        ("{", 'it is not a JSON object such as {"weight": [3, 4]}'),
-        ("{}", "it has no elements. Give at least one non-empty shape"),
-        ('{"a": [3, 0]}', "it has no elements. Give at least one non-empty shape"),
-        ('{"a": [Infinity]}', "'a' has the shape [Infinity]. Give whole numbers of 0 or"),
-        ('{"a": [-3, 4], "b": [5]}', "'a' has the shape [-3, 4]"),
-        ('{"a": [3.7, 2]}', "'a' has the shape [3.7, 2]"),
-        ('{"a": "34"}', "'a' has the shape \"34\""),
-        ('{"a": [true, 3]}', "'a' has the shape [true, 3]"),
-        ('{"a": 3}', "'a' has the shape 3"),
-    ],
-)
-def test_a_file_that_has_no_shapes(
-    command: list[str],
-    text: str,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = tmp_path / "shapes.json"
-    path.write_text(text)
-    assert cli.main([*command, "--model", str(path)]) == 2
-    assert f"--model {path}: {message}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", [b"\xff", b"[" * 100_000, b'{"a": [1%s]}' % (b"0" * 5000)])
-@pytest.mark.parametrize("command", [["bytes"], ["plan", "--compute", "1s"], ["bench"]])
-def test_a_file_that_is_no_json(
-    command: list[str], text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "shapes.json"
-    path.write_bytes(text)
-    assert cli.main([*command, "--model", str(path)]) == 2
-    captured = capsys.readouterr()
-    assert f"--model {path}: it is not a JSON object" in captured.err
-    assert not captured.out
-
-
 def test_who_reads_one_line_gets_one_line() -> None:
     command = [sys.executable, "-m", "horovod_topk.cli", "bytes", "--model", "resnet18"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -308,27 +236,3 @@ def test_the_most_ranks_have_a_table(local_size: int, capsys: pytest.CaptureFixt
     nodes = ["--ranks", str(MOST_RANKS), "--local-size", str(local_size)]
     assert cli.main(["bytes", "--model", "resnet18", *nodes]) == 0
     assert f"{MOST_RANKS:,} ranks on " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [["bytes"], ["plan", "--compute", "1s"]])
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "1000000000"], "--ranks 1000000000: give 16,384 at most"),
-        (["--ranks", "9" * 4000], "--ranks 99999999999999999999... (4000 digits): give 16,384"),
-        (["--ranks", "0"], "--ranks 0: give 2 or more"),
-        (["--local-size", "129"], "--local-size 129: give 128 ranks a node at most"),
-        (["--ratio", "nan"], "ratio=nan lies outside (0, 1]"),
-        (["--ratio", "inf"], "ratio=inf lies outside (0, 1]"),
-        (["--gather-ratio", "0"], "ratio[1]=0.0 lies outside (0, 1]"),
-        (["--min-numel", "-1"], "min_numel=-1"),
-        (["--ratios", "*=nan"], "nan"),
-    ],
-)
-def test_numbers_outside_their_limits(
-    command: list[str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*command, *arguments]) == 2
-    text = capsys.readouterr().err
-    assert message in text
-    assert text.count("\n") == 1

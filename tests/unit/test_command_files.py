@@ -169,24 +169,11 @@ def test_results_of_a_bench(tmp_path: Path) -> None:
         if drawn % 10 == 0:  # drawing takes long
             draw(tmp_path / "bench.png", [found])
     assert drawn
+    for text in ("[" * 100_000, "[1]", "{}", '{"methods": []}', "no JSON", "\udcff"):
+        path.write_text(text, errors="surrogateescape")
+        with pytest.raises(ValueError, match="holds no results"):
+            read_result(path)
+    path.write_text(json.dumps({key: each for key, each in good.items() if key != "rate"}))
+    with pytest.raises(ValueError, match="holds no results, as it lacks rate"):
+        read_result(path)
     assert not [each for each in told if not each[1].startswith(f"--beside {path}")]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--rounds", "0"], "--rounds 0: give 1 or more"),
-        (["--rounds", "100001"], "--rounds 100001: give 100,000 at most"),
-        (["--idle-parameters", "-1", "--methods", "topk"], "--idle-parameters -1: give 0 or more"),
-        (["--idle-parameters", "10001", "--methods", "topk"], "10001: give 10,000 at most"),
-        (["--rate", "0bit"], "--rate '0bit' is not a bandwidth"),
-        (["--compute", "sleep:nan"], "--compute 'sleep:nan': write sleep:0.2"),
-        (["--script", __file__, "--optimizer", "sgd"], "leave out --optimizer"),
-    ],
-)
-def test_numbers_of_a_bench(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bench", *words]) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1

@@ -372,15 +372,6 @@ def test_a_comparison_goes_on_and_never_repeats_a_run(
     assert "small: pays" in printed and "Verdict: compress with small" in printed
 
 
-@pytest.mark.parametrize("seeds", ["0", "-1"])
-def test_no_seed_is_an_error(
-    stand_in: Path, seeds: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare(str(stand_in), "--compressors", "TopKEF()", "--seeds", seeds) == 2
-    assert "seeds (): give one or more" in capsys.readouterr().err
-    assert not Path("runs.log").exists()
-
-
 def test_a_run_that_fails_is_a_row(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [str(stand_in), "--compressors", "TopKEF(ratio=0.5)", "--seeds", "2"]
     assert compare(*asked) == 0
@@ -399,39 +390,6 @@ def test_nothing_is_run_after_a_first_run_that_failed(
     shown = capsys.readouterr().err
     assert "exit status 3" in shown and "no data here" in shown
     assert len(list(Path("compare-train").glob("*.json"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["missing.py", "--compressors", "TopKEF"], "no such script"),
-        (["train.py", "--no-runs"], "no runs of these settings"),  # with TopKEF()
-        (["train.py", "--compressors", "Top"], "no compressor 'Top'"),
-        (["train.py", "--compressors", "TopKEF", "--ranks", "1"], "exchanges nothing"),
-        (["train.py", "--compressors", "TopKEF", "--no-runs"], "no runs of these settings"),
-        (["train.py", "--compressors", "TopKEF", "--ranks", "0"], "0 rank exchanges nothing"),
-        (["train.py", "--compressors", "TopKEF", "--ranks", "16385"], "give 16,384 at most"),
-        (
-            ["train.py", "--compressors", "TopKEF", "--limit", "-5"],
-            "--limit -5: give a number above",
-        ),
-        (["train.py", "--compressors", "TopKEF", "--limit", "nan"], "--limit nan: give a number"),
-        (["train.py", "--compressors", "TopKEF", "--limit", "0"], "--limit 0: give a number above"),
-        (["train.py", "--compressors", "TopKEF", "--budget", "inf"], "--budget inf: give a number"),
-        (["train.py", "--compressors", "TopKEF", "--target", "nan"], "--target nan: give a finite"),
-        (["train.py", "--compressors", "TopKEF", "--jobs", "0"], "--jobs 0: give 1 or more"),
-        (["train.py", "--compressors", "TopKEF", "--seeds", "99999"], "99999: give 1,000 at most"),
-        (["train.py", "--compressors", "TopKEF", "--network", "x"], "--network 'x' is not a band"),
-        (["train.py", "--compressors", "TopKEF", "--hosts", ""], "--hosts '': name one, or leave"),
-        (["train.py", "--compressors", "TopKEF", "--picture", "x.xyz"], "--picture"),
-    ],
-)
-def test_mistakes_are_one_line(
-    stand_in: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare(*words) == 2
-    shown = capsys.readouterr().err
-    assert message in shown and shown.count("\n") == 1
 
 
 def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -329,8 +329,3 @@ def test_a_launch_that_takes_too_long_is_ended() -> None:
     code = "import time; print('begun', flush=True); time.sleep(600)"
     assert exchange.run([sys.executable, "-c", code], 1.0) == (None, "")
     assert time.monotonic() - began < 30
-
-
-def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["cure"]) == 2
-    assert "doctor" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from horovod_topk import cli, reporting
+from horovod_topk import cli
 from horovod_topk.cli import frameworks
 from horovod_topk.cli.options import Parser, add, joined
 from horovod_topk.cli.plan import arguments, kernels, measure
@@ -82,12 +82,6 @@ def test_what_a_method_computes_is_timed(name: str, monkeypatch: pytest.MonkeyPa
     measured = kernels.multiples(framework, METHODS[name](exchange=exchange))
     assert measured.encode > 0
     assert measured.decode >= 0
-
-
-def test_a_compressor_that_there_is_none_of(capsys: pytest.CaptureFixture[str]) -> None:
-    for call in ("Zip", "QSGD(bits=1)", "none"):
-        assert cli.main([*SEED, "--compressor", call]) == 2
-    assert "there is no compressor 'Zip'" in capsys.readouterr().err
 
 
 @pytest.mark.one_in(2)
@@ -181,19 +175,6 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--picture" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["plan.foo", "plan"])
-def test_a_picture_of_no_kind(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / name
-    assert cli.main([*SEED, "--picture", str(path)]) == 2
-    captured = capsys.readouterr()
-    assert f"--picture {path}: end its name in one of " in captured.err
-    assert "png" in captured.err
-    assert not captured.out
-
-
 @pytest.mark.parametrize("option", ["--momentum", "--optimizer=sgd", "--optimizer=adam"])
 def test_momentum_correction_and_adapted_steps_take_time_and_no_process_sets(
     capsys: pytest.CaptureFixture[str], option: str
@@ -216,61 +197,6 @@ def test_momentum_correction_and_adapted_steps_take_time_and_no_process_sets(
         assert strategy["alone"]["exchange"] == same
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "1"], "--ranks 1: give 2 or more; one rank exchanges nothing"),
-        (["--local-size", "0"], "--local-size 0: give 1 or more"),
-        (["--powersgd", "0"], "--powersgd 0: give 1 or more"),
-        (["--powersgd", "65537"], "--powersgd 65537: give 65,536 at most"),
-        (["--crowd", "0", "--cores", "2"], "--crowd 0: give 1 or more"),
-        (["--crowd", "99999", "--cores", "2"], "--crowd 99999: give 16,384 at most"),
-        (["--forward", "nan"], "--forward nan: give a share from 0 to 1"),
-        (["--cores", "nan"], "--cores nan: give a number from 0.01"),
-        (["--cores", "inf"], "--cores inf: give a number from 0.01"),
-        (["--cores", "1e-300"], "--cores 1e-300: give a number from 0.01"),
-        (["--compute", "9" * 400 + "s"], "give 1,000,000 s at most"),
-        (["--latency", "1000001s"], "--latency '1000001s' is too long: give 1,000,000 s at most"),
-        (["--bandwidth", "1001tbit"], "'1001tbit' is too fast: give 1,000 Tbit/s at most"),
-        (
-            ["--bandwidth", "0.1bit"],
-            "--bandwidth '0.1bit' is too slow: give 1bit (a second) or more",
-        ),
-        (["--local-bandwidth", "9" * 400 + "bit"], "give 1,000 Tbit/s at most"),
-        (["--momentum", "--optimizer", "adam"], "TopKEF does one of the two; give one"),
-        (["--bandwidth", "fast"], "--bandwidth 'fast' is not a bandwidth: give a number above 0"),
-        (["--bandwidth", "-1gbit"], "--bandwidth '-1gbit' is not a bandwidth: give a number above"),
-        (["--latency", "5"], "--latency '5' is not a time: give a number of 0 or more with its"),
-        (["--compute", "-5ms"], "--compute '-5ms' is not a time: give a number of 0 or more with"),
-        (["--compute", "0ms"], "--compute 0ms: give a time above 0, such as 62.5ms"),
-        (["--forward", "2"], "--forward 2: give a share from 0 to 1"),
-        (["--forward", "-.5"], "--forward -0.5: give a share from 0 to 1"),
-        (["--cores", "0"], "--cores 0: give a number from 0.01"),
-        (["--values", "sign"], "--values sign: the verdict never recommends it"),
-        (["--crowd", "4"], "--crowd 4: give --cores too, the cores that they share"),
-        (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),
-        (["--model", "no.json"], "--model no.json: there is no such file. Give the path of a JSON"),
-        (["--machine", "no.json"], "--machine no.json: there is no such file. `horovodrun -np 2"),
-        (["--machine", __file__], f"--machine {__file__} has no machine's constants"),
-        (
-            ["--measure", "--machine", "/absent/y.json"],
-            "--machine /absent/y.json: there is no folder /absent",
-        ),
-        (["--measure"], "--measure needs ranks: run `horovodrun -np 2 horovod-topk plan"),
-    ],
-)
-def test_what_has_no_plan(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in reporting.RANKS:
-        monkeypatch.delenv(name, raising=False)
-    assert cli.main([*SEED, *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_constants_stay_when_their_file_cannot_be_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -287,26 +213,6 @@ def test_constants_stay_when_their_file_cannot_be_written(
     text = capsys.readouterr().err
     assert f"--machine {path}: No space left on device. Its content would have been: " in text
     assert '"encode": ' in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: --compute. `horovod-topk plan --help` lists"),
-        (["--compute"], "argument --compute: expected one argument"),
-        ([*SEED[1:], "--ranks", "two"], "--ranks 'two' is not a whole number such as 8"),
-        ([*SEED[1:], "--ratio", "-x"], "argument --ratio: expected one argument"),
-        ([*SEED[1:], "--ratio", "x"], "--ratio 'x' is not a number such as 0.01"),
-    ],
-)
-def test_arguments_that_cannot_be_read(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"horovod-topk plan: {message}")
-    assert captured.err.count("\n") == 1
-    assert not captured.out
 
 
 def test_a_negative_value_belongs_to_the_option_before_it() -> None:
