@@ -163,7 +163,7 @@ TENSORFLOW = named("tensorflow", "alone")
 LAWS = ("tape", "tf_as_simulated", "hierarchical", "groups_ratios", "methods")
 # About files, states and optimizers, which know of no controller.
 KERAS = ("keras", "keras3", "tf_auto")
-STATES = ("state", "sharded", "checkpoint", "tf_lives", "tf_applying", "worked_example")
+STATES = ("state", "sharded", "checkpoint", "tf_lives", "tf_applying")
 STEPS = (
     *(
         "tf_changes_alone",

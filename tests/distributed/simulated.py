@@ -8,7 +8,9 @@ one rank, a state dict that another optimizer goes on from, and a step that send
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
@@ -22,8 +24,11 @@ from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.state.state_dict import parts_of
 from horovod_topk.methods import METHODS
 from horovod_topk.ops.numpy import NumpyOps
+from worked_example import register
 
 METHODS |= {"TwoRounds": TwoRounds, "Dithered": Dithered}
+with tempfile.TemporaryDirectory() as folder:
+    EXAMPLE = register(Path(folder)).__name__  # of docs/adding-a-method.md
 NUMPY: Any = SimpleNamespace(
     ops=NumpyOps(), array=lambda values, dtype: np.array(values, dtype), numpy=np.copy
 )
@@ -95,6 +100,8 @@ ROWS = {
     "terngrad, sharded": of("TernGrad", exchange="sharded"),
     "threshold": of("Threshold", max_ratio=0.2, threshold=2.0),
     "powersgd": of("PowerSGD", rank=1, to_the_bit=False),
+    "the page's example": of(EXAMPLE),
+    "the page's example, sharded": of(EXAMPLE, exchange="sharded"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ from torch import Tensor
 
 import training
 from plain import PlainTopKEF as TopKEF
-from resuming import assert_resumes
 from training import Setup, Task
-from witness import assert_ranks_equal, assert_residuals, assert_same, residuals
+from witness import assert_ranks_equal, residuals
 from world import hvd
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
@@ -67,33 +65,3 @@ def gap(exchange: str, *, follow_lr: bool) -> float:
 def test_updates_and_what_is_owed_are_all_gradients_at_their_rates() -> None:
     assert gap("allgather", follow_lr=True) < 1e-5
     assert gap("allgather", follow_lr=False) > 1e-2
-
-
-@pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
-def test_a_checkpoint_carries_the_rates(
-    exchange: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    pytest.importorskip("safetensors")
-    make = partial(TopKEF, **SPARSE, exchange=exchange, follow_lr=True)
-    assert_resumes(SETUP, make, tmp_path_factory.mktemp("rates"), take)
-
-
-@pytest.mark.world_size(2, 3)
-def test_a_skipped_step_is_rescaled_for_once() -> None:
-    """The next step goes on from the same residuals, and from those of a run without it."""
-    task = SETUP.task()
-    optimizer = SETUP.distributed(task, TopKEF(**SPARSE, follow_lr=True))
-    take(task, optimizer, 0)
-    other = SETUP.task()
-    other.load_state_dict(task.state_dict())
-    never = SETUP.distributed(other, TopKEF(**SPARSE, follow_lr=True))
-    TopKEF.of(never).load_state_dict(TopKEF.of(optimizer).state_dict())
-    for group, rate in zip(optimizer.param_groups, (0.05, 0.2), strict=True):
-        group["lr"] = rate * FACTORS[3]
-    for _ in range(2):
-        training.thrown_away(task, optimizer, 1)
-    take(task, optimizer, 3)
-    take(other, never, 3)
-    assert_same(training.snapshot(task), training.snapshot(other))
-    assert_residuals(optimizer, residuals(never))

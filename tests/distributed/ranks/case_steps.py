@@ -249,48 +249,6 @@ def test_a_warm_up_that_begins_at_a_rate_of_0(settings: str) -> None:
 # Optimizers that clear gradients, or evaluate them twice.
 
 
-class Consuming(torch.optim.Optimizer):
-    """Frees each gradient as it goes, as HeavyBall's do."""
-
-    def __init__(self, parameters: Any, lr: float = LR) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                gradient, p.grad = p.grad, None
-                if gradient is not None:
-                    p.add_(gradient, alpha=-group["lr"])
-
-
-class Zeroing(torch.optim.SGD):
-    """Steps as its base class, and then zeroes gradients in place."""
-
-    def __init__(self, parameters: Any, lr: float = LR) -> None:
-        super().__init__(parameters, lr=lr)
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        self.zero_grad_in_place()
-
-    def zero_grad_in_place(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad.zero_()
-
-
-class Replacing(Consuming):
-    """Replaces gradients by its own."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"])
-                p.grad = torch.zeros_like(p)
-
-
 class Sharpness(torch.optim.Optimizer):
     """Sharpness-aware minimization over plain SGD, as most implementations of it are."""
 
@@ -324,17 +282,6 @@ class Sharpness(torch.optim.Optimizer):
 STEPS = 12
 
 
-@pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("kind", [Consuming, Zeroing, Replacing])
-def test_an_optimizer_that_clears_its_gradients(kind: Any) -> None:
-    task, optimizer = build(sparse(), kind)
-    for step in range(STEPS):
-        training.ordinary(task, optimizer, step)
-    stats = TopKEF.of(optimizer).stats()
-    assert (stats.steps, stats.rolled_back, stats.warnings) == (STEPS, 0, ())
-    assert_nothing_is_lost(task, optimizer, STEPS, [range(STEPS)])
-
-
 def test_an_optimizer_that_evaluates_its_closure_at_a_perturbed_point() -> None:
     """The first exchange of each step moves no weight for good, and is taken back."""
     task, optimizer = build(sparse(), Sharpness)
@@ -354,25 +301,6 @@ def test_an_optimizer_that_evaluates_its_closure_at_a_perturbed_point() -> None:
     assert not stats.warnings
     expected = -LR * mean_gradients(range(STEPS + 1), 0)
     torch.testing.assert_close(task.body.detach(), expected, rtol=0, atol=1e-4)
-
-
-def test_two_steps_around_a_base_optimizer() -> None:
-    """Sharpness-aware minimization by hand, with the compressed optimizer as its base."""
-    task, optimizer = build(sparse())
-    for step in range(STEPS):
-        exchange(task, optimizer, 700 + step)  # elsewhere
-        perturbed = [p.grad.clone() for p in task.parameters()]
-        with torch.no_grad():
-            for p, by in zip(task.parameters(), perturbed, strict=True):
-                p.add_(by)
-        exchange(task, optimizer, step)
-        with torch.no_grad():
-            for p, by in zip(task.parameters(), perturbed, strict=True):
-                p.sub_(by)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    assert TopKEF.of(optimizer).stats().steps == STEPS
-    assert_nothing_is_lost(task, optimizer, STEPS, [range(STEPS)])
 
 
 # Exchanges that no step applies.

@@ -61,20 +61,6 @@ def test_momentum_of_narrow_variables_is_left_to_the_optimizer(
     assert_ranks_equal(left.get_weights())
 
 
-@pytest.mark.slow
-def test_older_optimizers_of_narrow_variables_keep_their_momentum() -> None:
-    set_policy(tf_keras, "bfloat16")
-    try:
-        makes = [lambda: tf_keras.optimizers.legacy.SGD(0.05, momentum=0.9)] * 2
-        left, plain = (
-            fit(tf_keras, make(), compression, epochs=1)
-            for make, compression in zip(makes, (auto(), auto(momentum=0)), strict=True)
-        )
-    finally:
-        set_policy(tf_keras, "float32")
-    assert same(left, plain)
-
-
 def weights_of(library: Any, kind: str, compression: Any, path: Path) -> None:
     """The weights of a model and its optimizer after an epoch, in a file of rank 0's."""
     model = fit(library, KINDS[kind](library.optimizers), compression, epochs=1)
