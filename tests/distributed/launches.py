@@ -161,26 +161,14 @@ DDP = (
 TENSORFLOW = named("tensorflow", "alone")
 # The files of TensorFlow with laws and exchanges.
 LAWS = ("tape", "tf_as_simulated", "hierarchical", "groups_ratios", "methods")
-# About files, states and optimizers, which know of no controller.
+# About files and optimizers, which know of no controller.
 KERAS = ("keras", "keras3", "tf_auto")
-STATES = ("state", "sharded", "checkpoint", "tf_lives", "tf_applying")
-STEPS = (
-    *(
-        "tf_changes_alone",
-        "tf_scaling",
-        "tf_warmup",
-        "tf_momentum",
-        "tf_rates",
-        "tf_sparse",
-        "tf_guard",
-    ),
-    *("tf_arrivals", "tf_sgd_arrivals"),
-)
+OTHERS = named("tensorflow", "alone", *LAWS, *KERAS)
 
 JOBS = (
     # framework, controller, ranks, case files
     Job("torch", "alone", 1, ("alone",), ONCE),
-    Job("torch", "gloo", 2, TORCH),
+    Job("torch", "gloo", 2, TORCH, ONCE),
     Job("torch", "gloo", 3, TORCH, AFTERWARDS, settings=DYNAMIC),
     Job("torch", "gloo", 4, TORCH, settings=DYNAMIC),
     Job("torch", "gloo", 4, ("nodes",), ONCE, settings=DYNAMIC, hosts=TWO_HOSTS),
@@ -195,7 +183,7 @@ JOBS = (
     Job("tensorflow", "gloo", 2, TENSORFLOW, MERGED, settings=SLOW_CYCLES),
     Job("tensorflow", "gloo", 2, LAWS, AFTERWARDS, settings=SLOW_CYCLES),
     Job("tensorflow", "gloo", 2, KERAS, AFTERWARDS, settings=SLOW_CYCLES),
-    Job("tensorflow", "gloo", 2, STATES + STEPS, AFTERWARDS, settings=SLOW_CYCLES),
+    Job("tensorflow", "gloo", 2, OTHERS, AFTERWARDS, settings=SLOW_CYCLES),
     Job("tensorflow", "gloo", 3, LAWS, AFTERWARDS, settings=DYNAMIC),
     Job("tensorflow", "gloo", 4, (*LAWS, "keras", "checkpoint"), AFTERWARDS, settings=DYNAMIC),
     Job("tensorflow", "mpi", 2, LAWS, AFTERWARDS, settings=SLOW_CYCLES),
