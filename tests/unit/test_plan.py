@@ -25,6 +25,8 @@ from horovod_topk.errors import (
 from horovod_topk.methods.topk import TopK, entries
 from horovod_topk.ops import coding
 
+PLAIN = TopK(ratio=0.01, values="float32")
+
 
 def spec(name: str, *shape: int, dtype: str = "float32", device: str = "cpu") -> TensorSpec:
     return TensorSpec(name, shape, dtype, device)
@@ -83,7 +85,7 @@ def test_tensors_below_min_numel_travel_dense(numel: int, k: int, index: str | N
 
 @pytest.mark.parametrize(("numel", "index"), [(2**16, "int16"), (2**16 + 1, "int32")])
 def test_plain_indices_are_as_narrow_as_they_can_be(numel: int, index: str) -> None:
-    config = TopK(indices="plain", ratio=0.01, values="float32")
+    config = replace(PLAIN, indices="plain")
     assert only(make_plan([spec("w", numel)], config)).tensors[0].index == index
 
 
@@ -102,9 +104,7 @@ def test_plain_indices_are_as_narrow_as_they_can_be(numel: int, index: str) -> N
 def test_indices_are_plain_on_accelerators_or_as_asked(
     indices: str, device: str, index: str
 ) -> None:
-    plan = make_plan(
-        [spec("w", 5000, device=device)], TopK(indices=indices, ratio=0.01, values="float32")
-    )
+    plan = make_plan([spec("w", 5000, device=device)], replace(PLAIN, indices=indices))
     assert only(plan).tensors[0].index == index
 
 
@@ -143,9 +143,7 @@ def test_entries_that_cost_no_less_travel_dense(
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0, 2), (1,), ()])
 def test_tensors_of_no_or_one_element_travel_dense(shape: tuple[int, ...]) -> None:
-    tensor = only(
-        make_plan([spec("w", *shape)], TopK(min_numel=0, ratio=0.01, values="float32"))
-    ).tensors[0]
+    tensor = only(make_plan([spec("w", *shape)], replace(PLAIN, min_numel=0))).tensors[0]
     assert (tensor.k, tensor.index) == (tensor.spec.numel, None)
 
 
@@ -210,7 +208,7 @@ def test_arenas_hold_every_element_once(job: Job) -> None:
 def test_buckets_are_filled_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "BUCKET_ELEMENTS", 10)
     specs = [spec("a", 4), spec("b", 6), spec("c", 1), spec("d", 50), spec("e", 3), spec("f", 0)]
-    assert names(make_plan(specs, TopK(ratio=0.01, values="float32"))) == [
+    assert names(make_plan(specs, PLAIN)) == [
         ["a", "b"],
         ["c"],
         ["d"],
@@ -220,9 +218,7 @@ def test_buckets_are_filled_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_default_bucket_is_25_mebibytes_of_float32() -> None:
     specs = [spec(str(i), 2**20) for i in range(14)]
-    assert [
-        len(names_) for names_ in names(make_plan(specs, TopK(ratio=0.01, values="float32")))
-    ] == [6, 6, 2]
+    assert [len(names_) for names_ in names(make_plan(specs, PLAIN))] == [6, 6, 2]
 
 
 def test_buckets_split_by_residual_dtype_and_device() -> None:
@@ -233,7 +229,7 @@ def test_buckets_split_by_residual_dtype_and_device() -> None:
         spec("d", 2, dtype="float16"),
         spec("e", 2, dtype="bfloat16"),
     ]
-    plan = make_plan(specs, TopK(ratio=0.01, values="float32"))
+    plan = make_plan(specs, PLAIN)
     assert names(plan) == [["a", "d", "e"], ["b"], ["c"]]
     assert [bucket.ordinal for bucket in plan.buckets] == [0, 1, 2]
     assert [bucket.device for bucket in plan.buckets] == ["cpu", "cpu", "cuda:0"]
@@ -242,9 +238,7 @@ def test_buckets_split_by_residual_dtype_and_device() -> None:
 def test_groups_are_buckets_and_the_rest_fill_default_ones() -> None:
     a, b, c, d, e = (spec(name, 2) for name in "abcde")
     wide = replace(e, dtype="float64")
-    plan = make_plan(
-        [a, b, c, d, wide], TopK(ratio=0.01, values="float32"), groups=[[d, b], [], [wide, c]]
-    )
+    plan = make_plan([a, b, c, d, wide], PLAIN, groups=[[d, b], [], [wide, c]])
     assert names(plan) == [["d", "b"], ["e"], ["c"], ["a"]]
 
 
@@ -252,11 +246,11 @@ def test_a_tensor_in_two_groups_is_refused() -> None:
     """It would be sent twice and have two residuals under one name."""
     a, b = spec("a", 2), spec("b", 2)
     with pytest.raises(DuplicateNameError, match="'a'"):
-        make_plan([a, b], TopK(ratio=0.01, values="float32"), groups=[[a], [a, b]])
+        make_plan([a, b], PLAIN, groups=[[a], [a, b]])
 
 
 def test_no_tensors_make_an_empty_plan() -> None:
-    plan = make_plan([], TopK(ratio=0.01, values="float32"))
+    plan = make_plan([], PLAIN)
     assert plan.buckets == ()
     assert len(plan.digest) == 8
 
@@ -266,18 +260,18 @@ def test_no_tensors_make_an_empty_plan() -> None:
 
 def test_without_keeps_the_other_buckets_and_all_ordinals() -> None:
     a, b, c = spec("a", 2), spec("b", 3), spec("c", 4)
-    plan = make_plan([a, b, c], TopK(ratio=0.01, values="float32"), groups=[[a, b], [c]])
+    plan = make_plan([a, b, c], PLAIN, groups=[[a, b], [c]])
     less = plan.without("a")
     assert names(less) == [["b"], ["c"]]
     assert less.buckets[1] is plan.buckets[1]
     assert less.buckets[0].tensors[0].start == 0
-    assert less.buckets[0].digest == only(make_plan([b], TopK(ratio=0.01, values="float32"))).digest
+    assert less.buckets[0].digest == only(make_plan([b], PLAIN)).digest
     assert less.digest != plan.digest
 
 
 def test_a_bucket_left_empty_disappears() -> None:
     a, b = spec("a", 2), spec("b", 3)
-    plan = make_plan([a, b], TopK(ratio=0.01, values="float32"), groups=[[a], [b]])
+    plan = make_plan([a, b], PLAIN, groups=[[a], [b]])
     assert [bucket.ordinal for bucket in plan.without("a").buckets] == [1]
     assert plan.without("a").without("b").buckets == ()
     assert plan.without("nobody") == plan
@@ -288,29 +282,29 @@ def test_a_bucket_left_empty_disappears() -> None:
 
 def test_duplicate_names_are_refused() -> None:
     with pytest.raises(DuplicateNameError, match=r"tensor 'w': .* more than one"):
-        make_plan([spec("w", 2), spec("v", 2), spec("w", 3)], TopK(ratio=0.01, values="float32"))
+        make_plan([spec("w", 2), spec("v", 2), spec("w", 3)], PLAIN)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "complex64", "bool", "float8_e4m3fn"])
 def test_other_dtypes_are_refused(dtype: str) -> None:
     with pytest.raises(UnsupportedDtypeError) as caught:
-        make_plan([spec("w", 2, dtype=dtype)], TopK(ratio=0.01, values="float32"))
+        make_plan([spec("w", 2, dtype=dtype)], PLAIN)
     message = f"tensor 'w': dtype {dtype} cannot be compressed. Use one of"
     assert str(caught.value).startswith(message)
 
 
 def test_tensors_too_large_for_an_index_are_refused() -> None:
     for indices, kind in (("packed", "packed"), ("plain", "int32")):
-        plan = make_plan([spec("w", 2**32)], TopK(indices=indices, ratio=0.01, values="float32"))
+        plan = make_plan([spec("w", 2**32)], replace(PLAIN, indices=indices))
         assert only(plan).tensors[0].index == kind
     with pytest.raises(TensorTooLargeError, match=r"'w': 4294967297 elements .* 4294967296"):
-        make_plan([spec("w", 2**32 + 1)], TopK(ratio=0.01, values="float32"))
+        make_plan([spec("w", 2**32 + 1)], PLAIN)
 
 
 def test_reductions() -> None:
-    assert make_plan([], TopK(ratio=0.01, values="float32"), "sum").reduction == "sum"
+    assert make_plan([], PLAIN, "sum").reduction == "sum"
     with pytest.raises(ConfigError, match=r"reduction='mean' is unknown. Pass one of average, sum"):
-        make_plan([], TopK(ratio=0.01, values="float32"), "mean")
+        make_plan([], PLAIN, "mean")
 
 
 # Bytes
@@ -382,7 +376,7 @@ def test_a_packed_index_has_little_more_than_its_entropy(exponent: int) -> None:
 
 def test_dense_bytes_count_the_gradients_own_width() -> None:
     specs = [spec("a", 10, dtype="float16"), spec("b", 10)]
-    assert only(make_plan(specs, TopK(ratio=0.01, values="float32"))).dense_bytes == 20 + 40
+    assert only(make_plan(specs, PLAIN)).dense_bytes == 20 + 40
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, 0), (2, 1000), (4, 1500), (8, 1750)])
@@ -392,7 +386,7 @@ def test_bytes_of_a_ring_allreduce(ranks: int, sent: int) -> None:
 
 def test_a_resnet50_sends_forty_times_less_on_two_ranks() -> None:
     """Against a ring allreduce, which at two ranks sends all gradients once."""
-    plan = make_plan(resnet50_specs(), TopK(ratio=0.01, values="float32"))
+    plan = make_plan(resnet50_specs(), PLAIN)
     elements = sum(tensor.spec.numel for tensor in plan.tensors())
     assert (sum(1 for _ in plan.tensors()), elements) == (161, 25_557_032)
     payload = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
