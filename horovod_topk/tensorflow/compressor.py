@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +20,11 @@ from horovod_topk.core.run.attached import ByHorovod
 from horovod_topk.core.run.base_compressor import BaseCompressor
 from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.core.run.substitute import horovods
+from horovod_topk.core.state.state_dict import nested, parts_of
 from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.methods.topk import Presets, TopK
-from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
 from horovod_topk.tensorflow.memory import Memory, memory_of_tapes
 from horovod_topk.tensorflow.planning import Settings
@@ -242,7 +244,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
     def serialize(self) -> bytes:
         """Return all residuals of this rank as bytes; tf.train.Checkpoint calls this."""
-        return archive.pack([*(s.state_dict() for s in self._found_states()), *self._waiting])
+        return _pack([*(s.state_dict() for s in self._found_states()), *self._waiting])
 
     def deserialize(self, data: bytes) -> None:
         """Load residuals from bytes; tf.train.Checkpoint calls this.
@@ -252,7 +254,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         Raises:
             StateDictError: a residual does not fit; nothing has changed.
         """
-        saved, states = archive.unpack(data), self._found_states()
+        saved, states = _unpack(data), self._found_states()
         for state, residuals in zip(states, saved, strict=False):
             state.check_state_dict(residuals)
         for state, residuals in zip(states, saved, strict=False):
@@ -281,3 +283,32 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
 class TopKEF(Compressor, Presets, method=TopK):
     """Documented by `core.run.base_compressor.documentation`."""
+
+
+def _pack(states: Sequence[Mapping[str, Any]]) -> bytes:
+    """Serialise state dicts: a line of JSON, then all residuals one after another."""
+    parts: list[bytes] = []
+    head = [_head(state, parts) for state in states]
+    return b"\n".join([json.dumps(head).encode(), b"".join(parts)])
+
+
+def _head(state: Mapping[str, Any], parts: list[bytes]) -> dict[str, Any]:
+    """A state dict with dtypes instead of residuals, whose bytes are appended to `parts`."""
+    residuals = state.get("residuals", {})
+    parts += [residual.numpy().tobytes() for residual in residuals.values()]
+    dtypes = {name: residual.dtype.name for name, residual in residuals.items()}
+    within = {each: _head(state[each], parts) for each in parts_of(state)}
+    return {**state, "residuals": dtypes, **within}
+
+
+def _unpack(data: bytes) -> list[dict[str, Any]]:
+    """Restore the state dicts that `_pack` serialised."""
+    line, _, rest = data.partition(b"\n")
+    states, at = json.loads(line), 0
+    for state in [part for each in states for part in (each, *nested(each))]:
+        for name, dtype in state.get("residuals", {}).items():
+            count = math.prod(state["shapes"][name])
+            stop = at + count * tf.as_dtype(dtype).size
+            state["residuals"][name] = tf.reshape(tf.io.decode_raw(rest[at:stop], dtype), [count])
+            at = stop
+    return list(states)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.core.control.schedule import Schedule
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.errors import ShapeChangedError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Follows, Method
 
+Specs = tuple[TensorSpec, ...]
 Groups = int | tuple[tuple[int, ...], ...] | None
 
 
@@ -126,3 +128,25 @@ def _asked_groups(
     bounds = [i * size + min(i, larger) for i in range(groups + 1)]
     parts = [list(specs[a:b]) for a, b in itertools.pairwise(bounds)]
     return [part for part in parts if part]
+
+
+@dataclass(frozen=True)
+class CachedPlan:
+    """The plan for one set of gradients, and the name of its collectives."""
+
+    specs: Specs  # in the order of the variables
+    plan: Plan
+    prefix: str
+    ordinal: int
+
+    @property
+    def name(self) -> str:
+        """The prefix of the collectives' names, equal on all ranks."""
+        return f"{self.prefix}.{self.ordinal}"
+
+    def at(self, ratio: float) -> CachedPlan:
+        """The same plan at another ratio level."""
+        if ratio == self.plan.config.ratio:
+            return self
+        schedule = Schedule(self.plan.config)  # config: ratios of single tensors are resolved
+        return replace(self, plan=self.plan.under(schedule.settings(ratio), self.plan.follows))

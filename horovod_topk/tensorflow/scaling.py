@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.errors import ConfigError, UnsupportedDtypeError, UnsupportedOperationError
+from horovod_topk.tensorflow.gradients import is_dense
 
 Scale = Callable[[], Any]  # the present scale: a number, a scalar tensor, or None without one
 
@@ -133,8 +134,3 @@ def multiplied(gradients: Sequence[Any], scale: Any) -> list[Any]:
 
 def _times(gradient: Any, factor: Any) -> Any:
     return gradient * tf.cast(factor, gradient.dtype) if is_dense(gradient) else gradient
-
-
-def is_dense(gradient: Any) -> bool:
-    """Whether a gradient is compressed: it is neither None nor tf.IndexedSlices."""
-    return tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices)

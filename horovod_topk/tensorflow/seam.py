@@ -31,9 +31,9 @@ from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import TensorFlowOps
 from horovod_topk.tensorflow import scaling
-from horovod_topk.tensorflow.applying import refuse_unexchanged
 from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.compressor import Compressor
+from horovod_topk.tensorflow.gradients import is_sparse, summed, to_dense
 from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import (
@@ -44,17 +44,15 @@ from horovod_topk.tensorflow.momentum import (
     warn_of_late_clipping,
 )
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
-from horovod_topk.tensorflow.sparse import (
+from horovod_topk.tensorflow.refusals import (
+    check_bears_zeros,
     check_none_left_out,
-    is_sparse,
     refuse_local,
-    summed,
-    to_dense,
+    refuse_unexchanged,
+    refuse_xla,
 )
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 from horovod_topk.tensorflow.updates import update_tf_keras
-from horovod_topk.tensorflow.xla import refuse_xla
-from horovod_topk.tensorflow.zeros import check_bears_zeros
 
 Function = Callable[..., Any]
 

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.codec.measures import HOST
+from horovod_topk.core.exchange.agreement import agree
 from horovod_topk.core.exchange.membership import check_elastic, check_steps_kept, elastic
 from horovod_topk.core.run.attached import Attached
 from horovod_topk.core.run.timing import Seconds
@@ -20,15 +21,20 @@ from horovod_topk.core.state.residual import Squares
 from horovod_topk.core.state.state_dict import VARIABLES, renamed
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
-from horovod_topk.ops.tensorflow import Buffer
-from horovod_topk.tensorflow.alone import clipped_alone, with_momentum
-from horovod_topk.tensorflow.collective import HorovodCollective
-from horovod_topk.tensorflow.graph import step
-from horovod_topk.tensorflow.plan_cache import CachedPlan, PlanCache
-from horovod_topk.tensorflow.planning import Settings, names_of, shapes_of, spec_of, unwrap
-from horovod_topk.tensorflow.scaling import is_dense
+from horovod_topk.ops.tensorflow import Array, Buffer
+from horovod_topk.tensorflow.collective import HorovodCollective, seconds_of
+from horovod_topk.tensorflow.gradients import clip, clipped_alone, is_dense, with_momentum
+from horovod_topk.tensorflow.planning import (
+    CachedPlan,
+    Settings,
+    Specs,
+    names_of,
+    plan_of,
+    shapes_of,
+    spec_of,
+    unwrap,
+)
 from horovod_topk.tensorflow.state_variables import VariableState
-from horovod_topk.tensorflow.timing import seconds_of
 from horovod_topk.tensorflow.variables import Stores
 from horovod_topk.updates.tensorflow import Followed
 from horovod_topk.updates.tracker import Moments
@@ -65,7 +71,7 @@ class OptimizerState(Attached[VariableState]):
             )
         label = f"a TopKEF state of {len(variables)} variables"
         super().__init__(settings.process_set, settings.reduction, label)
-        self._config, self._stores = config, stores
+        self._config, self._settings, self._stores = config, settings, stores
         self._names = names = names_of(variables)
         self._known = {VARIABLES: names, "shapes": shapes_of(names, variables)}
         self._name_of = {id(unwrap(v)): name for v, name in zip(variables, names, strict=True)}
@@ -78,7 +84,7 @@ class OptimizerState(Attached[VariableState]):
         collective = HorovodCollective(settings.process_set, resizable=elastic())
         shared = settings.reduction, names, stores, collective
         self._state = VariableState(config, *shared, settings.follows)
-        self._plans = PlanCache(config, settings, names, self._state)
+        self._plans: dict[Specs, CachedPlan] = {}  # one for each set of gradients
 
     def state_dict(self) -> dict[str, Any]:
         """As `Attached.state_dict`, with the names of all variables."""
@@ -189,13 +195,30 @@ class OptimizerState(Attached[VariableState]):
             check_steps_kept(self._config, self.manager)
             if elastic():
                 gc.collect()  # names count dead optimizers, and joining ranks have none
-            live = [each for state in live_states() for each in state._plans]
-            cached = self._plans.make(specs, variables, live)
+            cached = self._plans[specs] = self._make_plan(specs, variables)
             log.info("TopKEF %s: %s", cached.name, cached.plan.summary())
             self._skipped |= cached.plan.sent_dense()
             _LIVE.add(self)
         self._state.plan = cached.plan
         return cached
+
+    def _make_plan(self, specs: Specs, variables: Sequence[Any]) -> CachedPlan:
+        """Make a new plan, on which all ranks agree.
+
+        Raises:
+            PlanMismatchError: ranks disagree on what they exchange.
+            StateDictError: the loaded state dict does not fit.
+        """
+        plan = plan_of(specs, variables, self._config, self._settings, self._names)
+        prefix = self._config.name or f"topkef.{plan.digest.hex()}"
+        live = (each for state in live_states() for each in state._plans.values())
+        ordinal = max((each.ordinal for each in live if each.prefix == prefix), default=-1) + 1
+        by_name = {spec.name: v for spec, v in zip(specs, variables, strict=True)}
+        with tf.init_scope():  # run eagerly, also while a graph is being built
+            if not elastic():  # in elastic jobs, ranks that join late make their plans alone
+                ordinal = agree(plan, ordinal, self._state.ops, self._state.collective)
+            self._state.know(plan, by_name)
+        return CachedPlan(specs, plan, prefix, ordinal)
 
     def _build(
         self,
@@ -210,12 +233,12 @@ class OptimizerState(Attached[VariableState]):
         cached = cached.at(ratio)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
-            known = [Moments(beta2, None if v is None else Buffer(v)) for v in squares]
-            names = [spec.name for spec in cached.specs] if squares else []
-            moments = dict(zip(names, known, strict=True))
-            exchanged, flags, sums, seconds = step(
-                cached, gradients, self._state, due, rate, moments
-            )
+            moments = {
+                spec.name: Moments(beta2, None if v is None else Buffer(v))
+                for spec, v in zip(cached.specs if squares else (), squares, strict=True)
+            }
+            given = cached, gradients, self._state, due, rate, moments
+            exchanged, flags, sums, seconds = _step(*given)
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
             this, key = weakref.ref(self), (cached.name, ratio)
             self._traced[key] = cached
@@ -270,3 +293,74 @@ class OptimizerState(Attached[VariableState]):
         for name, gradient in zip(self._names, gradients, strict=True):
             if isinstance(gradient, tf.IndexedSlices) and name not in self._skipped:
                 self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
+
+
+def _step(
+    cached: CachedPlan,
+    gradients: Sequence[Any],
+    state: VariableState,
+    due: Any,
+    rate: Any,
+    moments: Mapping[str, Moments],
+) -> tuple[list[Any], Any, Any, Any]:
+    """Build the graph of one step: encode, exchange, decode, and commit unless a rank was flagged.
+
+    All that differs from step to step is read when the graph runs.
+
+    Args:
+        cached: the plan.
+        gradients: one gradient for each tensor, in the order of `cached.specs`.
+        state: the state variables, which a finite step updates.
+        due: whether to measure `Squares` in this step, [] bool.
+        rate: the learning rate, [] float64; None: it is not known. At 0, gradients are exchanged
+            alone, and residuals stay as they are.
+        moments: what is known of Adam's second moments, by tensor name.
+
+    Returns:
+        The exchanged gradients; one flag for each tensor, bucket by bucket, True where a rank had a
+        NaN or an infinity (the state is then unchanged, bit for bit); `Squares` and the largest
+        present learning rate as a share of its maximum, [4] float64, below zero where they were not
+        measured; and `Seconds`, [4] float64.
+    """
+    plan = cached.plan
+    arrays: dict[str, Array] = {
+        spec.name: Buffer(_shaped(gradient, spec.shape))
+        for spec, gradient in zip(cached.specs, gradients, strict=True)
+    }
+    if plan.config.clip_norm is not None:
+        clip(list(arrays.values()), plan.config.clip_norm, plan.reduction, state.collective.size)
+    of = {b.ordinal: [arrays[t.spec.name] for t in b.tensors] for b in plan.buckets}
+    rates = state.rates_at(plan, rate)
+    moves = None if rate is None else tf.not_equal(rate, 0.0)
+    run = state.step(plan, cached.name, rates, moments, moves=moves)
+    timer = state.timer
+    timer.begin()
+    run.turn()
+    for ordinal, own in of.items():
+        timer.note_ready([array.value for array in own])
+        run.begin(ordinal, own)
+    flagged: Any = tf.concat([run.finish(ordinal, own) for ordinal, own in of.items()], 0)
+
+    def commit() -> None:
+        run.commit()
+        state.schedule_in_graphs.count()
+        if rates is not None:
+            rates.take_on()
+
+    def measure() -> Any:
+        squares = run.squares()
+        decay = 1.0 if rates is None else rates.largest_decay
+        each = squares.gradient, squares.compensated, squares.left, decay
+        return tf.stack([tf.convert_to_tensor(square, tf.float64) for square in each])
+
+    sound = tf.logical_not(tf.reduce_any(flagged))
+    state.note_codes(plan, sound)
+    tf.cond(sound, commit, lambda: None)
+    unknown = tf.fill([4], tf.constant(-1.0, tf.float64))
+    squares = tf.cond(tf.logical_and(due, sound), measure, lambda: unknown)
+    exchanged = [arrays[spec.name].value for spec in cached.specs]
+    return exchanged, flagged, squares, timer.seconds(exchanged)
+
+
+def _shaped(gradient: Any, shape: tuple[int, ...]) -> Any:
+    return gradient if gradient.shape == shape else tf.ensure_shape(gradient, shape)

@@ -29,8 +29,8 @@ from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, V
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Follows, Method, Seeded, StateSpec
 from horovod_topk.ops.tensorflow import Array, Buffer, Scaled, TensorFlowOps, joined
+from horovod_topk.tensorflow.collective import GraphTimer
 from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
-from horovod_topk.tensorflow.timing import GraphTimer
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
 from horovod_topk.tensorflow.variables import StateVariables, Stores, VariablePiece, apart
 from horovod_topk.updates import formulas

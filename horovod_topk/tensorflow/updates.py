@@ -14,9 +14,9 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.run.optimizers import warn_of_unknown
+from horovod_topk.tensorflow.gradients import is_sparse
 from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.planning import unwrap
-from horovod_topk.tensorflow.sparse import is_sparse
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.updates.tensorflow import Numbers, update, wide
 from horovod_topk.updates.tracker import Rule

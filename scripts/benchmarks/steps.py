@@ -32,9 +32,9 @@ from horovod_topk.cli.timing import clocked, in_turns
 from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.tensorflow import Array, Buffer
+from horovod_topk.tensorflow.collective import GraphTimer
 from horovod_topk.tensorflow.planning import Settings
 from horovod_topk.tensorflow.state import OptimizerState
-from horovod_topk.tensorflow.timing import GraphTimer
 from horovod_topk.tensorflow.variables import Stores
 from pages import RESULTS, Values, stored, write
 from pages.markdown import table

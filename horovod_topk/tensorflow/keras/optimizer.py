@@ -19,15 +19,14 @@ import tensorflow as tf
 from horovod_topk.core.exchange.membership import why_inactive
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import Compressor
+from horovod_topk.tensorflow.gradients import summed
 from horovod_topk.tensorflow.keras.adafactor import Floored
 from horovod_topk.tensorflow.keras.copying import blank, copied, with_loss_scale
 from horovod_topk.tensorflow.momentum import Fitted, compresses, fitted_to
 from horovod_topk.tensorflow.planning import unwrap
+from horovod_topk.tensorflow.refusals import check_bears_zeros, refuse_xla
 from horovod_topk.tensorflow.seam import Exchange
-from horovod_topk.tensorflow.sparse import summed
 from horovod_topk.tensorflow.updates import Updates
-from horovod_topk.tensorflow.xla import refuse_xla
-from horovod_topk.tensorflow.zeros import check_bears_zeros
 
 
 def DistributedOptimizer(  # noqa: N802  # Horovod's name

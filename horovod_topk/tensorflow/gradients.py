@@ -1,4 +1,8 @@
-"""Clipping and momentum correction in a single process, where nothing is compressed."""
+"""A rank's gradients before and beside their exchange: sparse ones, clipping, momentum.
+
+Gradients are clipped by their norm over all tensors of a rank. In a single process nothing is
+compressed, and clipping and momentum correction are done here.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,68 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.core.codec.clipping import LocalClip, Scope
 from horovod_topk.core.codec.momentum import correct
 from horovod_topk.core.codec.momentum import velocities as velocities_of
 from horovod_topk.core.plan.buckets import lay_out
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import Method, Piece
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
-from horovod_topk.tensorflow.graph import clip
 from horovod_topk.tensorflow.planning import spec_of, unwrap
-from horovod_topk.tensorflow.scaling import is_dense
 from horovod_topk.tensorflow.variables import StateVariables
+
+
+def is_dense(gradient: Any) -> bool:
+    """Whether a gradient is compressed: it is neither None nor tf.IndexedSlices."""
+    return tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices)
+
+
+def is_sparse(gradient: Any) -> bool:
+    """Whether a gradient is sparse, as those of `tf.gather` and `Embedding` layers are."""
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def to_dense(gradient: Any) -> Any:
+    """Convert a sparse gradient to a tensor; others are returned unchanged."""
+    return tf.convert_to_tensor(gradient) if is_sparse(gradient) else gradient
+
+
+def summed(gradient: Any) -> Any:
+    """Add up a sparse gradient's slices of the same row; others are returned unchanged.
+
+    A gradient is the sum of its slices. Optimizers of Keras 3 square each slice by itself.
+    """
+    if not is_sparse(gradient):
+        return gradient
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
+def clip(gradients: Sequence[Array], clip_norm: float, reduction: str, ranks: int) -> None:
+    """Clip all gradients of a rank; gradients that are not finite stay so, and are flagged."""
+    local = LocalClip(clip_norm, reduction, Scope.ALL, _Norms())
+    local.begin(ranks)
+    local.clip(gradients)
+
+
+class _Norms:
+    """`core.codec.clipping.Norms` in graphs."""
+
+    def place(self, gradients: Sequence[Array]) -> object:
+        """`Norms.place`."""
+        return None
+
+    def norm(self, gradients: Sequence[Array], before: Any) -> Any:
+        """`Norms.norm`."""
+        squares = [tf.reduce_sum(tf.square(tf.cast(g.value, tf.float64))) for g in gradients]
+        return tf.sqrt(tf.add_n(squares) + before**2)
+
+    def reduce(self, gradients: Sequence[Array], threshold: float, norm: Any) -> None:
+        """`Norms.reduce`."""
+        factor, ops = tf.minimum(threshold / norm, 1.0), TensorFlowOps()
+        for gradient in gradients:
+            ops.write_scaled(gradient, factor, gradient, False)
 
 
 def clipped_alone(gradients: Sequence[Any], limit: float) -> list[Any]:
