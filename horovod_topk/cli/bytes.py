@@ -57,24 +57,24 @@ def main(args: argparse.Namespace) -> int:
     others = [_other(args, specs, parse(text)) for text in args.compressor]
     dense = ring_allreduce_bytes(4 * elements(specs), args.ranks)
     nodes = nodes_of(args.ranks, args.local_size)
-    print(f"{elements(specs):,} float32 in {count(len(specs), 'tensor')}, ", end="")
-    print(f"{count(args.ranks, 'rank')} on {count(len(nodes.ranks), 'node')}", end="")
-    print(f", ratio {args.ratio:g}", end="")
-    print(f"{''.join(f', {each}' for each in args.ratios)}", end="")
-    print(f", {gradients_on(plans['float32'], args.device)}: bytes a step ", end="")
-    print(with_optimizer(optimizer_of(args.optimizer)))
-    print(f"{'exchange':<14}{'values':<10}{'a rank sends':>14}{'leave a node':>14}", end="")
-    print(f"{'of dense':>11}{'of fp16':>10}")
+    print(
+        f"{elements(specs):,} float32 in {count(len(specs), 'tensor')}, "
+        f"{count(args.ranks, 'rank')} on {count(len(nodes.ranks), 'node')}, ratio {args.ratio:g}"
+        + "".join(f", {each}" for each in args.ratios)
+        + f", {gradients_on(plans['float32'], args.device)}: bytes a step "
+        + with_optimizer(optimizer_of(args.optimizer))
+    )
+    print(
+        f"{'exchange':<14}{'values':<10}{'a rank sends':>14}{'leave a node':>14}"
+        f"{'of dense':>11}{'of fp16':>10}"
+    )
     leaving = dense if len(nodes.ranks) > 1 else 0  # a ring leaves each node once
     for values, part in (("float32", 1), ("float16", 2)):
         print(_line("allreduce", values, dense // part, leaving // part, dense))
     for exchange, values, most, automatic in rows:
         line = _line(exchange, values, most.sent_bytes, most.node_bytes, dense)
         print(f"{line}  auto" if automatic else line)
-    for line in others:
-        print(line)
-    for line in memory(plans["float32"], nodes):
-        print(line)
+    print("\n".join([*others, *memory(plans["float32"], nodes)]))
     return 0
 
 

@@ -6,12 +6,14 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from horovod_topk.cli.models import MODELS
 from horovod_topk.config import fields_of
 from horovod_topk.core.run.substitute import Substitute
 from horovod_topk.cost.machine import DEVICES
+from horovod_topk.cost.quantities import bits_per_second, seconds
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ratios import DENSE, Rules, checked_rules
@@ -127,6 +129,10 @@ def outside(value: int, least: float, most: float, unit: str = "", below: str = 
 # Options
 
 Options = Mapping[str, Mapping[str, Any]]  # arguments of `add_argument` by option
+FLAG: Mapping[str, Any] = {"action": "store_true"}
+FILE: Mapping[str, Any] = {"type": Path, "metavar": "FILE"}
+RATE: Mapping[str, Any] = {"type": quantity(bits_per_second), "metavar": "RATE"}
+TIME: Mapping[str, Any] = {"type": quantity(seconds), "metavar": "TIME"}
 SHARED: Options = {
     "--model": {
         "default": "resnet50",

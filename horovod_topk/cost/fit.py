@@ -51,7 +51,7 @@ def fit(samples: Sequence[Sample]) -> Network:
 
 
 def _columns(sample: Sample) -> Row:
-    """The factors of the constants in a sample's time, divided by that time."""
+    """The multiples of the constants in a sample's time, divided by that time."""
     collective, slow = sample.collective, sample.slowdown
     bits = collective.network_bits or 8 * collective.sent_bytes  # one node: bits within it
     columns = (

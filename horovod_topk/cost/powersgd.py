@@ -16,14 +16,14 @@ LEAST_SAVING = 2  # factor: `min_compression_rate` of PyTorch's hook
 
 
 @dataclass(frozen=True)
-class Factors:
+class Amounts:
     """Amounts for a group of gradients."""
 
     elements: int  # elements that are allreduced
     multiplied: int  # multiply-adds: M Q, M^T P and P Q^T, and the orthogonalisation of P
 
 
-def factors(shapes: Iterable[tuple[int, ...]], rank: int) -> Factors:
+def amounts(shapes: Iterable[tuple[int, ...]], rank: int) -> Amounts:
     """The amounts that a rank sends and computes for gradients of these shapes."""
     elements = multiplied = 0
     for shape in shapes:
@@ -34,4 +34,4 @@ def factors(shapes: Iterable[tuple[int, ...]], rank: int) -> Factors:
             multiplied += 3 * rows * columns * thin + rows * thin**2
         else:
             elements += rows * columns
-    return Factors(elements, multiplied)
+    return Amounts(elements, multiplied)

@@ -126,9 +126,9 @@ def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Strategy:
     pieces = []
     for bucket in plan.buckets:
         shapes = [tensor.spec.shape for tensor in bucket.tensors]
-        factors = powersgd.factors(shapes, rank)
-        before = Work(multiplied=factors.multiplied, triads=2 * bucket.numel)
-        collective = ring_allreduce(FLOAT * factors.elements, nodes)
+        amounts = powersgd.amounts(shapes, rank)
+        before = Work(multiplied=amounts.multiplied, triads=2 * bucket.numel)
+        collective = ring_allreduce(FLOAT * amounts.elements, nodes)
         three = replace(collective, collectives=3, rounds=3 * collective.rounds)
         pieces.append(Piece(bucket.numel, before, three, Work()))
     sent = sum(piece.collective.sent_bytes for piece in pieces)

@@ -201,7 +201,7 @@ def test_other_methods_by_hand() -> None:
 
 def test_powersgd_by_hand() -> None:
     """Rank 2 of 100 x 60 (as 100 x 6 x 10): P and Q are 320 numbers; 5 x 5 and 7 travel whole."""
-    found = powersgd.factors([(100, 6, 10), (5, 5), (7,), ()], rank=2)
+    found = powersgd.amounts([(100, 6, 10), (5, 5), (7,), ()], rank=2)
     assert found.elements == 2 * 160 + 25 + 7 + 1
     assert found.multiplied == 3 * 6000 * 2 + 100 * 4
     strategy = low_rank([TensorSpec("w", (100, 60), "float32")], nodes_of(2, 1), 2)

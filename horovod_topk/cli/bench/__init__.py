@@ -25,7 +25,7 @@ from horovod_topk.cli.doctor.finding import is_installed
 from horovod_topk.cli.files import check_picture, check_writable, prints
 from horovod_topk.cli.launcher import by_torchrun
 from horovod_topk.cli.models import specs_of
-from horovod_topk.cli.options import Options, quantity, shared, whole
+from horovod_topk.cli.options import FILE, Options, quantity, shared, whole
 from horovod_topk.cost.quantities import bits_per_second
 
 SHORTHAND = "topk-int4, topk-int8-sharded or topk:values=int8,exchange=sharded"
@@ -74,20 +74,14 @@ OPTIONS: Options = {
         "card reports)",
     },
     "--script": {
-        "type": Path,
-        "metavar": "FILE",
+        **FILE,
         "help": "training script to time instead of a model's gradients; its own arguments follow "
         "after -- (default: none)",
     },
     "arguments": {"nargs": "*", "help": "arguments of the script"},
-    "--json": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "write the results to this file (default: no file)",
-    },
+    "--json": {**FILE, "help": "write the results to this file (default: no file)"},
     "--picture": {
-        "type": Path,
-        "metavar": "FILE",
+        **FILE,
         "help": "draw time against bandwidth into this file, such as bench.png; needs matplotlib "
         "(default: no picture)",
     },

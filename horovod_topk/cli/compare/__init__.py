@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from horovod_topk.cli.compare.settings import (
     seeds_of,
 )
 from horovod_topk.cli.files import check_picture, check_writable
-from horovod_topk.cli.options import Options, number, whole
+from horovod_topk.cli.options import FILE, FLAG, Options, number, whole
 
 DESCRIPTION = (
     "Train a script with several compressors and say which is worth it. The script passes one of "
@@ -33,10 +32,7 @@ DESCRIPTION = (
 
 
 OPTIONS: Options = {
-    "script": {
-        "type": Path,
-        "help": "training script, or a TOML file that says what to compare",
-    },
+    "script": {"type": Path, "help": "training script, or a TOML file that says what to compare"},
     "--compressors": {
         "nargs": "+",
         "default": (),
@@ -67,41 +63,31 @@ OPTIONS: Options = {
     },
     "--ranks -np": {"type": whole(), "metavar": "COUNT", "help": "processes (default: 2)"},
     "--hosts -H": {"metavar": "HOST:SLOTS,...", "help": "hosts, as horovodrun takes them"},
-    "--network": {
-        "metavar": "RATE",
-        "help": "emulate one host a rank with such links, as 100mbit",
-    },
+    "--network": {"metavar": "RATE", "help": "emulate one host a rank with such links, as 100mbit"},
     "--simulated": {
-        "action": "store_true",
+        **FLAG,
         "help": "simulated ranks, for quality alone; the script has a function workload(**options)",
     },
     "--jobs": {"type": whole(), "help": "processes that train simulated ranks (default: 1)"},
-    "--mpi": {"action": "store_true", "help": "run over MPI and not over Gloo"},
-    "--torchrun": {"action": "store_true", "help": "run a script with DDP by torchrun"},
+    "--mpi": {**FLAG, "help": "run over MPI and not over Gloo"},
+    "--torchrun": {**FLAG, "help": "run a script with DDP by torchrun"},
     "--limit": {
         "type": number(),
         "metavar": "SECONDS",
         "help": "end a run that takes longer (default: 3600)",
     },
-    "--json": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "write figures and verdicts to this file",
-    },
-    "--picture": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "draw quality against steps, time and bytes",
-    },
+    "--json": {**FILE, "help": "write figures and verdicts to this file"},
+    "--picture": {**FILE, "help": "draw quality against steps, time and bytes"},
     "--out": {
         "type": Path,
         "metavar": "PATH",
         "help": "keep runs in this folder, or in this file if it ends in .jsonl (default: "
         "compare-SCRIPT)",
     },
-    "--retry": {"action": "store_true", "help": "run again what failed, diverged or was cut off"},
-    "--no-runs": {"action": "store_true", "help": "run nothing: report what has been run"},
+    "--retry": {**FLAG, "help": "run again what failed, diverged or was cut off"},
+    "--no-runs": {**FLAG, "help": "run nothing: report what has been run"},
 }
+SETTINGS = ("seed_argument", "metric", "target", "budget", "ranks", "hosts", "network", "jobs")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -127,29 +113,18 @@ def settings_of(args: argparse.Namespace) -> list[Settings]:
         ConfigError, ValueError: a setting is not valid.
     """
     given: dict[str, Any] = {
+        **{name: getattr(args, name) for name in SETTINGS},
         "arguments": tuple(args.arguments),
         "compressors": named(args.compressors),
-        "seed_argument": args.seed_argument,
-        "metric": args.metric,
-        "target": args.target,
-        "budget": args.budget,
-        "ranks": args.ranks,
-        "hosts": args.hosts,
-        "network": args.network,
         "controller": "torchrun" if args.torchrun else "mpi" if args.mpi else None,
         "limit_seconds": args.limit,
         "simulated": args.simulated or None,
-        "jobs": args.jobs,
     }
-    seeds = {} if args.seeds is None else {"seeds": _seeds(args.seeds)}
     empty: tuple[object, ...] = (None, (), {})  # not given; 0 is
-    asked: Mapping[str, Any] = {key: each for key, each in given.items() if each not in empty}
-    asked = {**asked, **seeds}
+    asked = {key: each for key, each in given.items() if each not in empty}
+    if args.seeds is not None:
+        asked["seeds"] = seeds_of(args.seeds[0] if len(args.seeds) == 1 else args.seeds)
     if args.script.suffix == ".toml":
         return [checked(replace(each, **asked)) for each in of_file(args.script)]
     usual = {"script": args.script, "compressors": named(["TopKEF()"])}
     return [checked(Settings(**{**usual, **asked}))]
-
-
-def _seeds(given: list[int]) -> tuple[int, ...]:
-    return seeds_of(given[0]) if len(given) == 1 else tuple(given)

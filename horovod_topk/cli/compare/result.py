@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod_topk.cli.compare.curves import Metric, at_time, steps_to, time_to
+from horovod_topk.cli.compare.curves import Curve, Metric, at_time, steps_to, time_to
 from horovod_topk.cli.compare.records import DONE, Record
 from horovod_topk.cli.compare.settings import Settings, metric_of
 from horovod_topk.cli.compare.verdict import Runs, Verdict, judge, overall
@@ -64,7 +64,7 @@ def found_in(
         if records.get(name) and baselines
     }
     budget = None if settings.simulated else settings.budget or _common_time(every, metric)
-    dense = _dense_bytes(every)
+    dense = next((run.dense_bytes for run in every if run.dense_bytes), None)  # of any run
     rows = tuple(
         _row(settings, name, runs, metric, budget, dense, baselines, verdicts.get(name))
         for name, runs in records.items()
@@ -97,7 +97,7 @@ def _row(
         settings.rows[name],
         {seed: run.outcome(metric.name) for seed, run in runs.items()},
         _mean([curve[-1][2] for curve in curves.values() if curve]),
-        _mean([_at(curve, budget) for curve in curves.values()]),
+        None if budget is None else _mean([at_time(each, budget) for each in curves.values()]),
         None if settings.simulated else _mean([run.seconds_per_step for run in good.values()]),
         _mean([run.waited for run in good.values()]),
         size,
@@ -108,13 +108,7 @@ def _row(
     )
 
 
-def _at(curve: Sequence[tuple[int, float, float]], seconds: float | None) -> float | None:
-    return None if seconds is None else at_time(curve, seconds)
-
-
-def _reached(
-    curve: Sequence[tuple[int, float, float]], target: float | None, metric: Metric
-) -> tuple[float, float] | None:
+def _reached(curve: Curve, target: float | None, metric: Metric) -> tuple[float, float] | None:
     """Seconds and steps to a target; None: it is not reached."""
     if target is None:
         return None
@@ -140,17 +134,12 @@ def _common_time(runs: Sequence[Record], metric: Metric) -> float | None:
     return min((curve[-1][1] for curve in curves if curve), default=None)
 
 
-def _dense_bytes(runs: Sequence[Record]) -> float | None:
-    """Bytes of a ring allreduce, as counted by any compressor of this package."""
-    return next((run.dense_bytes for run in runs if run.dense_bytes), None)
-
-
 def _bytes(compressor: str, runs: Sequence[Record], dense: float | None) -> float | None:
     """Bytes per step and rank: counted, or for Horovod's compression computed."""
     counted = _mean([run.sent_bytes for run in runs])
     if counted is not None or dense is None:
         return counted
-    return dense * {"none": 1.0, "fp16": HALF}.get(compressor, 1.0)
+    return dense * (HALF if compressor == "fp16" else 1.0)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

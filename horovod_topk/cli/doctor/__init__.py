@@ -9,7 +9,7 @@ import os
 from horovod_topk import __version__
 from horovod_topk.cli.doctor import exchange, kernels, software, system
 from horovod_topk.cli.doctor.finding import Finding, is_installed
-from horovod_topk.cli.options import Options
+from horovod_topk.cli.options import FLAG, Options
 
 DESCRIPTION = (
     "Print what is installed, what is wrong, and how to cure it. It looks at Horovod and the "
@@ -19,10 +19,7 @@ DESCRIPTION = (
 
 
 OPTIONS: Options = {
-    "--no-exchange": {
-        "action": "store_true",
-        "help": "do not start the two ranks (default: start them)",
-    },
+    "--no-exchange": {**FLAG, "help": "do not start the two ranks (default: start them)"},
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 WIDTH = 22  # columns of the first column
 
@@ -29,6 +31,14 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # something hides it
         return False
+
+
+def imported(module: str) -> Any:
+    """A module, or None if it cannot be imported."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
 
 
 def version(*distributions: str, module: str = "") -> str | None:

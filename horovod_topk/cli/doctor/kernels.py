@@ -94,15 +94,13 @@ def _by_coverage() -> dict[str, list[str]]:
     exchanges = [kind for kind in EXCHANGES if kind != "auto"]
     found: dict[str, dict[tuple[str, ...], list[str]]] = {"all": {}, "some": {}, "none": {}}
     for exchange in exchanges:
-        served = {values: _served(exchange, TopK(values=values)) for values in VALUES}
-        how = {
-            "all": tuple(v for v in VALUES if all(served[v])),
-            "some": tuple(v for v in VALUES if any(served[v]) and not all(served[v])),
-            "none": tuple(v for v in VALUES if not any(served[v])),
-        }
-        for name, values in how.items():
-            if values:
-                found[name].setdefault(values, []).append(exchange)
+        groups: dict[str, list[str]] = {}
+        for values in VALUES:
+            served = _served(exchange, TopK(values=values))
+            name = "all" if all(served) else "some" if any(served) else "none"
+            groups.setdefault(name, []).append(values)
+        for name, listed in groups.items():
+            found[name].setdefault(tuple(listed), []).append(exchange)
     return {
         name: [
             f"values {', '.join(values)} with "

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from horovod_topk.cli.doctor.finding import Finding, is_installed, version
+from horovod_topk.cli.doctor.finding import Finding, imported, is_installed, version
 
 TESTED = "0.28.1"  # Horovod's last release
 REBUILD = "build Horovod again with {flag}=1: `make setup` does it"
@@ -58,10 +58,7 @@ def find_build() -> Build | None:
         return Build(built, error="" if built else "it was built for neither framework")
     try:
         hvd = importlib.import_module(f"horovod.{usable[0]}")
-    except (
-        ImportError,
-        OSError,
-    ) as error:  # it was built for another version of the framework
+    except (ImportError, OSError) as error:  # it was built for another version of the framework
         return Build(built, error=str(error).splitlines()[0])
     names = tuple(name for name in ("gloo", "mpi") if getattr(hvd, f"{name}_built")())
     return Build(built, names, bool(hvd.nccl_built()))
@@ -145,21 +142,12 @@ def keras(found: str | None, legacy_found: str | None, *, legacy: bool) -> Findi
 
 
 def _backends() -> list[str] | None:
-    if not is_installed("torch"):
-        return None
-    try:
-        dist = importlib.import_module("torch.distributed")
-    except ImportError:
-        return None
-    if not dist.is_available():
+    dist = imported("torch.distributed")
+    if dist is None or not dist.is_available():
         return None
     return [name for name in BACKENDS if getattr(dist, f"is_{name}_available")()]
 
 
 def _sees_gpu() -> bool:
-    if not is_installed("torch"):
-        return False
-    try:
-        return bool(importlib.import_module("torch").cuda.is_available())
-    except ImportError:
-        return False
+    torch = imported("torch")
+    return torch is not None and bool(torch.cuda.is_available())

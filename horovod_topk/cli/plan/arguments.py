@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from horovod_topk.cli.models import specs_of
 from horovod_topk.cli.options import (
+    FILE,
+    FLAG,
     MOST_RANKS,
     PLAIN,
+    RATE,
     SHARED,
+    TIME,
     Options,
     follows_of,
     method_of,
@@ -28,7 +31,7 @@ from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.run.substitute import parse
 from horovod_topk.cost.machine import Machine
-from horovod_topk.cost.quantities import bits_per_second, seconds
+from horovod_topk.cost.quantities import seconds
 from horovod_topk.cost.step import FORWARD, Training
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.verdict import TOO_COARSE
@@ -64,25 +67,21 @@ OPTIONS: Options = {
     "--ranks": {**SHARED["--ranks"], "help": f"ranks, 2 or more {OF_THE_JOB}"},
     "--local-size": {**SHARED["--local-size"], "help": f"ranks on each node {OF_THE_JOB}"},
     "--bandwidth": {
-        "type": quantity(bits_per_second),
-        "metavar": "RATE",
+        **RATE,
         "help": "bandwidth of a node's network card, as in 100mbit or 10gbit "
         + OF_THE_FILE.format("10gbit"),
     },
     "--latency": {
-        "type": quantity(seconds),
-        "metavar": "TIME",
+        **TIME,
         "help": f"time of a message without its bytes, as in 50us {OF_THE_FILE.format('50us')}",
     },
     "--overhead": {
-        "type": quantity(seconds),
-        "metavar": "TIME",
+        **TIME,
         "help": "time of a collective before its first message, as in 500us; half of Horovod's "
         f"cycle at least {OF_THE_FILE.format('500us')}",
     },
     "--local-bandwidth": {
-        "type": quantity(bits_per_second),
-        "metavar": "RATE",
+        **RATE,
         "help": "bandwidth of each rank within its node, as in 50gbit (default: no limit)",
     },
     "--cores": {
@@ -102,13 +101,13 @@ OPTIONS: Options = {
         "(default: a third)",
     },
     "--no-overlap": {
-        "action": "store_true",
+        **FLAG,
         "help": "base the verdict on steps that exchange only after backward (default: on steps "
         "that exchange gradients while backward computes others)",
     },
     **shared("--ratio", "--gather-ratio", "--min-numel", "--ratios"),
     "--momentum": {
-        "action": "store_true",
+        **FLAG,
         "help": "plan momentum correction (momentum=0.9) instead of adapted steps (default: off)",
     },
     **shared("--optimizer"),
@@ -131,20 +130,18 @@ OPTIONS: Options = {
     },
     **shared("--compressor"),
     "--machine": {
-        "type": Path,
-        "metavar": "FILE",
+        **FILE,
         "help": "JSON file with the constants of the network and the kernels: read, or written "
         "with --measure (default: constants of a CPU, which come with this package)",
     },
     "--measure": {
-        "action": "store_true",
+        **FLAG,
         "help": "measure the constants first: the network of this job and the kernels on its CPU, "
         "whatever --device is; run it under horovodrun, on every rank (default: off)",
     },
-    "--json": {"action": "store_true", "help": "print JSON in SI units (default: a table)"},
+    "--json": {**FLAG, "help": "print JSON in SI units (default: a table)"},
     "--picture": {
-        "type": Path,
-        "metavar": "FILE",
+        **FILE,
         "help": "draw step time against bandwidth into this file, such as plan.png; needs "
         "matplotlib (default: no picture)",
     },

@@ -31,6 +31,7 @@ WARM_UP, REPEATS = 3, 21  # for each size: the first ones negotiate, later ones 
 ENOUGH_SECONDS = 2.0  # larger sizes are skipped once a collective took longer
 LARGE = 2**20  # bytes above which fewer repeats are enough
 LARGE_REPEATS = 5
+UNKNOWN = Network(bandwidth=1.0, latency=0.0, overhead=0.0)  # until it is measured
 
 
 def measure(asked: Asked) -> Place | None:
@@ -68,7 +69,7 @@ def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> P
     samples = list(timed(framework, nodes))
     if computed is None:
         return None
-    found = Machine(_unknown(), computed, asked.args.cores, asked.args.crowd, _origin(nodes))
+    found = Machine(UNKNOWN, computed, asked.args.cores, asked.args.crowd, _origin(nodes))
     network = _network(samples, nodes, found.slowdown(max(nodes.sizes)), asked)
     return Place(replace(found, network=network), nodes)
 
@@ -82,11 +83,6 @@ def _network(
     network = fit([Sample(collective, took, slowdown, known) for collective, took in samples])
     local = asked.args.local_bandwidth or (network.bandwidth if alone else None)
     return replace(network, local_bandwidth=local)
-
-
-def _unknown() -> Network:
-    """A placeholder until the network is measured."""
-    return Network(bandwidth=1.0, latency=0.0, overhead=0.0)
 
 
 def timed(framework: Framework, nodes: Nodes) -> Iterator[tuple[CollectiveCost, float]]:
