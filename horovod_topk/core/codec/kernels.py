@@ -20,14 +20,19 @@ class KernelCache(Generic[Array]):
 
     def decoder(self, bucket: BucketPlan) -> Fused[Array] | None:
         """The kernel that decodes a bucket; None: there is none."""
-        key = bucket.fingerprint
-        if key not in self._made:
-            self._made[key] = codec_of(bucket).kernel(self._ops, bucket)
-        return self._made[key]
+        made, key = self._made, bucket.fingerprint
+        return made[key] if key in made else self._make(bucket)
 
     def encoder(self, bucket: BucketPlan) -> Fused[Array] | None:
         """The kernel that encodes a bucket; None: there is none, or the method announces."""
-        return None if isinstance(bucket.config, AnnouncingCodec) else self.decoder(bucket)
+        if isinstance(bucket.config, AnnouncingCodec):
+            return None
+        made, key = self._made, bucket.fingerprint
+        return made[key] if key in made else self._make(bucket)
+
+    def _make(self, bucket: BucketPlan) -> Fused[Array] | None:
+        kernel = self._made[bucket.fingerprint] = codec_of(bucket).kernel(self._ops, bucket)
+        return kernel
 
 
 def codec_of(bucket: BucketPlan) -> Codec:

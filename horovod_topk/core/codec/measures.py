@@ -120,7 +120,8 @@ class MeasureStore(Generic[Array]):
 
         Measures that it has already are not written again.
         """
-        self.write_facts(bucket, payload)
+        if self._facts is not None and self._facts[0] == bucket.ordinal:
+            self.write_facts(bucket, payload)
         own = self._own.get(bucket.ordinal)
         if own is not None and bucket.measures and bucket.fingerprint not in own.written:
             own.written.add(bucket.fingerprint)
@@ -156,11 +157,10 @@ class MeasureStore(Generic[Array]):
             ops.store(data, at + wire.MEASURE * len(given), last)
 
     def read_told(self, bucket: BucketPlan, gathered: Array) -> None:
-        """Read the numbers that a bucket's payloads carry for each tensor, if they carry any."""
-        if count := bucket.tensor_measures:
-            width = bucket.layout.payload_bytes // bucket.writers
-            at = wire.HEADER_BYTES + wire.MEASURE * (len(bucket.measures) - count)
-            self.told[bucket.ordinal] = self._ops.load(gathered, width, at, wire.MEASURE * count)
+        """Read the numbers that a bucket's payloads carry for each tensor."""
+        count, width = bucket.tensor_measures, bucket.layout.payload_bytes // bucket.writers
+        at = wire.HEADER_BYTES + wire.MEASURE * (len(bucket.measures) - count)
+        self.told[bucket.ordinal] = self._ops.load(gathered, width, at, wire.MEASURE * count)
 
 
 def measures_in(bucket: BucketPlan, heads: Sequence[bytes]) -> Rows | None:

@@ -140,7 +140,7 @@ class PayloadCodec(Generic[Array]):
         opened = [self.withholding.open(each, gradients) for each in arenas]
         kernels: list[Any] = [self.kernels.encoder(each.plan) for each in arenas]
         first: object = kernels[0]
-        if all(each is None for each in squares):
+        if squares and all(each is None for each in squares):
             squares = ()
         if isinstance(first, SupportsOnePass) and not arenas[0].plan.config.measured:
             pairs = (each.arenas.unscaled() for each in opened)
@@ -160,7 +160,8 @@ class PayloadCodec(Generic[Array]):
     def seal(self, opened: Sequence[Opened[Array]], payloads: Sequence[Array]) -> None:
         """End the encoding of a bucket, or of its shards: keep rests, and write measures."""
         for each in opened:
-            each.keep(self.ops)
+            if each.rests:
+                each.keep(self.ops)
         for each, payload in zip(opened, payloads, strict=True):
             self.measures.write(each.own.plan, payload)
         for each in opened:
@@ -263,7 +264,8 @@ class PayloadCodec(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
-        self.measures.read_told(bucket, gathered)
+        if bucket.tensor_measures:
+            self.measures.read_told(bucket, gathered)
         kernel = self.kernels.decoder(bucket)
         if kernel is not None:
             flags = self._validate(bucket, gathered, {})
@@ -307,12 +309,13 @@ class PayloadCodec(Generic[Array]):
     ) -> Sequence[bool]:
         """Refuse foreign and damaged payloads; return which tensors any rank flagged."""
         width = bucket.layout.payload_bytes // bucket.writers
-        sound = [(position, each) for position, of in read.items() for each in of.sound]
+        sound = list[tuple[int, Array]]()
+        for position, of_piece in read.items():  # by loops, as kernels read nothing here
+            sound += [(position, each) for each in of_piece.sound]
         stated = self.measures.facts_for(bucket)
         own = {self._rank(): stated} if isinstance(stated, bytes) else {}
-        positions = [position for position, _ in sound]
+        positions, facts = zip(*sound, strict=True) if sound else ((), ())
         check = partial(self._check, self.measures.arrived, bucket, positions, own)
-        facts = [each for _, each in sound]
         count = len(bucket.gradients)
         return self.ops.validate(gathered, width, bucket.layout.body_at, facts, check, count)
 
@@ -501,16 +504,9 @@ class PayloadCodec(Generic[Array]):
             return index
         if index is None:
             rows = self.ops.numel(gathered) // bucket.layout.payload_bytes
-            index = self._everything(piece.numel, rows, bucket.device)
+            own = self.ops.arange(piece.numel, bucket.device)
+            index = self.ops.load(self.ops.joined([own] * rows), piece.numel, 0, piece.numel)
         return self._in_gradient(bucket, piece, index)
-
-    def _everything(self, numel: int, rows: int, device: str) -> Array:
-        """Indices 0 to n - 1 in each row: [rows, n]."""
-        ops = self.ops
-        index, own = ops.zeros(rows * numel, "int64", device), ops.arange(numel, device)
-        for at in range(0, rows * numel, numel):
-            ops.assign(ops.view(index, at, at + numel), own)
-        return ops.load(index, numel, 0, numel)
 
     def _streams(self, bucket: BucketPlan) -> list[Stream]:
         """Streams of a kernel's random numbers, one a piece; empty if the method draws none."""

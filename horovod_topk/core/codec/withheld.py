@@ -53,7 +53,7 @@ class Limits:
         return cls(frozenset(halves if plan.config.error_feedback else ()), of_leg)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Opened(Generic[Array]):
     """A bucket's arenas while a step encodes."""
 
