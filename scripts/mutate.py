@@ -75,7 +75,7 @@ MUTATIONS = (
         "plan",
         "most = max(plan.layout.payload_bytes for plan in plans)",
         "most = min(plan.layout.payload_bytes for plan in plans)",
-        f"tests/unit/test_plan.py {PROPERTIES}sharded.py",
+        f"tests/unit/test_plan.py {PROPERTIES}owners.py tests/contract/test_methods.py",
     ),
     Mutation(
         "plan",
@@ -103,20 +103,20 @@ MUTATIONS = (
     ),
     Mutation(
         "codec",
-        "self._ops.subtract_at(candidate, each.index, each.values)",
-        "self._ops.subtract_at(candidate, None, candidate)",
+        "subtract_at(candidate, each.index, each.values)",
+        "subtract_at(candidate, None, candidate)",
         f"{PROPERTIES}conservation.py",
     ),
     Mutation(
         "codec",
         "layout, flags = bucket.layout, (1 << len(bucket.gradients)) - 1",
         "layout, flags = bucket.layout, 0",
-        f"{PROPERTIES}announcing.py {PROPERTIES}sharded.py {PROPERTIES}ranks_agree.py",
+        f"{PROPERTIES}announcing.py {PROPERTIES}owners.py {PROPERTIES}ranks_agree.py",
     ),
     Mutation(
         "codec",
-        "self._ops.compensate(candidate, rest, candidate)",
-        "pass",
+        "compensate(candidate, rest, candidate)",
+        "numel(rest)",
         f"{PROPERTIES}conservation.py tests/unit/test_tracker.py",
     ),
     Mutation(
@@ -127,9 +127,9 @@ MUTATIONS = (
     ),
     Mutation(
         "exchange",
-        "scale = _scale(arrive, self._collective.size)",
-        "scale = 1.0",
-        f"{PROPERTIES}sharded.py",
+        "scale = 1 / ranks if arrive.reduction",
+        "scale = 1.0 if arrive.reduction",
+        f"{PROPERTIES}owners.py tests/contract/test_methods.py",
     ),
     Mutation(
         "exchange",
@@ -141,7 +141,7 @@ MUTATIONS = (
         "exchange",
         "return position if position < self.nodes.owners else None",
         "return min(position, self.nodes.owners - 1)",
-        f"{PROPERTIES}hierarchical.py",
+        f"{PROPERTIES}owners.py tests/contract/test_methods.py",
     ),
     Mutation(
         "run",
@@ -259,8 +259,8 @@ MUTATIONS = (
     ),
     Mutation(
         "tensorflow",
-        "chosen = tf.where(asked < 0, usual, asked)",
-        "chosen = usual",
+        "known = self._committed.read_value(), decided, self._asked.read_value()",
+        "known = self._committed.read_value(), decided, -1",
         "tests/unit/test_tf_schedule.py",
     ),
     Mutation(

@@ -52,7 +52,7 @@ def assert_sound(model: Any) -> None:
     assert_ranks_equal(weights)
 
 
-@pytest.mark.one_in(1)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compression", [TopKEF, hvd.Compression.none], ids=["TopKEF", "none"])
 def test_float8(compression: Any) -> None:
     """Scales are overwritten by what are called their gradients: by the largest of all ranks."""
@@ -85,7 +85,7 @@ def test_what_cannot_bear_zeros_is_refused(kind: Any) -> None:
     hvd_keras.DistributedOptimizer(optimizer, compression=TopKEF(ratio=1.0, values="float32"))
 
 
-@pytest.mark.one_in(1)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compression", [TopKEF, hvd.Compression.none], ids=["TopKEF", "none"])
 def test_xla_is_refused_in_a_line(compression: Any) -> None:
     with pytest.raises(UnsupportedOperationError, match=r"XLA.*jit_compile=False"):
@@ -108,7 +108,7 @@ def test_embeddings_move_alike_dense_and_compressed() -> None:
             np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.one_in(1)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("follow_lr", [True, False])
 def test_a_rate_of_0_keeps_residuals(follow_lr: bool) -> None:
     """Gradients are exchanged alone meanwhile, and nothing that waited moves when it returns."""
@@ -151,7 +151,7 @@ class Subclassed(keras.Model):  # type: ignore[misc]
         return self.two(self.one(inputs))
 
 
-@pytest.mark.one_in(1)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", [model_of, functional, Subclassed])
 def test_a_loaded_model_goes_on_with_its_residuals(make: Callable[[], Any]) -> None:
     """Keras gives its variables other paths; their order stays."""

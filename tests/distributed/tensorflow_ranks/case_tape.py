@@ -19,8 +19,8 @@ DENSE = hvd.Compression.none
 SHAPES = [(30, 20), (7,), (3, 5), ()]
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.everywhere(one_in=9)
+@pytest.mark.one_in(5)
+@pytest.mark.everywhere(one_in=10)
 @WAYS
 @pytest.mark.parametrize(
     "model",
