@@ -27,39 +27,13 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat, TextIO
+from typing import Any, SupportsFloat, TextIO
 
 from horovod_topk.errors import ConfigError
 
 REPORT = "HOROVOD_TOPK_REPORT"
 SEED = "HOROVOD_TOPK_SEED"
 RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK")  # of launchers
-
-
-class Counters(Protocol):
-    """The counters of `core.run.stats.StepCounters` that this module reads."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sent in a step."""
-        ...
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes that this rank would send in a ring allreduce of dense gradients."""
-        ...
-
-
-class State(Protocol):
-    """The methods of an optimizer's state that this module calls."""
-
-    def report(self, value: SupportsFloat) -> None:
-        """Report a value such as the loss to the guard; lower is better."""
-        ...
-
-    def on_step(self, callback: Any) -> None:
-        """Call `callback` at the end of every step."""
-        ...
 
 
 def report(
@@ -180,8 +154,8 @@ def note(event: str, **details: str) -> None:
         _write(file, event, **details)
 
 
-def watch(state: State) -> None:
-    """Count the steps and bytes of an optimizer, and pass reported values to it."""
+def watch(state: Any) -> None:
+    """Count the steps and bytes of an optimizer, and pass reported values to its state."""
     if state in _watched:
         return
     _watched.add(state)
@@ -206,7 +180,8 @@ _watched: weakref.WeakSet[Any] = weakref.WeakSet()  # states of optimizers
 _totals: dict[str, float] = {"sent_bytes": 0, "dense_bytes": 0, "exchanges": 0, "waited": 0.0}
 
 
-def _count(counters: Counters) -> None:
+def _count(counters: Any) -> None:
+    """Add up the `core.run.stats.StepCounters` of a step."""
     _totals["sent_bytes"] += counters.sent_bytes
     _totals["dense_bytes"] += counters.dense_bytes
     _totals["exchanges"] += 1

@@ -12,7 +12,6 @@ import tensorflow as tf
 from horovod_topk.core.exchange.membership import why_inactive
 from horovod_topk.core.run.optimizers import (
     HAS_NONE,
-    Own,
     advise,
     check_once,
     fitted,
@@ -116,8 +115,10 @@ def check_not_twice(optimizer: Any, config: Method) -> None:
     if present is None:
         raise none_to_correct(config.momentum, kind, KNOWN)
     value = _number(present)
-    own = Own(
+    check_once(
         kind,
+        config.momentum,
+        nesterov=config.nesterov,
         where="the optimizer",
         setting=setting,
         shown=present if value is None else value,
@@ -125,7 +126,6 @@ def check_not_twice(optimizer: Any, config: Method) -> None:
         off=f"{setting}=0.0",
         normalises=is_adam,
     )
-    check_once(config.momentum, config.nesterov, own)
 
 
 def warn_of_late_clipping(optimizer: Any, momentum: float) -> tuple[str, ...]:

@@ -23,7 +23,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from horovod_topk.core.run.optimizers import (
     HAS_NONE,
-    Own,
     advise,
     check_once,
     fitted,
@@ -192,8 +191,10 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
         if not is_adam and "momentum" not in group:
             raise none_to_correct(momentum, kind, KNOWN)
         setting = "betas" if is_adam else "momentum"
-        own = Own(
+        check_once(
             kind,
+            momentum,
+            nesterov=nesterov,
             where=f"parameter group {number} of the optimizer",
             setting=setting,
             shown=group[setting],
@@ -202,7 +203,6 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
             normalises=is_adam,
             besides="; a scheduler that sets it needs cycle_momentum=False",
         )
-        check_once(momentum, nesterov, own)
 
 
 def fit_settings(

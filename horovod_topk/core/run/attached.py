@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
+from typing import Any, Generic, SupportsFloat, TypeVar, cast
 
 from horovod_topk.config import check_whole
 from horovod_topk.core.control.schedule import Clock
@@ -24,22 +24,6 @@ from horovod_topk.reporting import number_of
 log = logging.getLogger("horovod_topk")
 
 Kept = TypeVar("Kept", bound=State[Any])
-
-
-class Manager(Protocol):
-    """Interface of `horovod_topk.elastic.Manager`, which keeps residuals in an elastic job."""
-
-    units: int  # number of ranks for which residuals are scaled; 0: not known yet
-    clock: Clock
-    shared: Mapping[str, Any]  # `State.shared_state` of other ranks, until this rank has a state
-
-    def reconcile(self) -> None:
-        """Agree with the other ranks after the set of ranks has changed. A collective."""
-        ...
-
-    def counted(self, stats: Stats) -> Stats:
-        """Add lost ranks and the norm of their residuals to statistics."""
-        ...
 
 
 class Attached(Generic[Kept]):
@@ -60,7 +44,7 @@ class Attached(Generic[Kept]):
         self._process_set, self._reduction, self.label = process_set, reduction, label
         self._skipped = {"*": reason} if reason else {}
         self._late: Counter[str] = Counter()  # tensor -> steps in which it delayed its bucket
-        self.manager: Manager | None = None  # set if an elastic job's state keeps residuals
+        self.manager: Any = None  # `horovod_topk.elastic.Manager` that keeps residuals, if any
         if not reason and (why := why_inactive(process_set)):
             self._skip("*", why)
         self.active = not self._skipped
@@ -71,7 +55,7 @@ class Attached(Generic[Kept]):
         skipped, late = dict(self._skipped), dict(self._late)
         warnings = *self.warnings, *stats.warnings
         stats = replace(stats, skipped=skipped, late=late, warnings=warnings)
-        return stats if self.manager is None else self.manager.counted(stats)
+        return stats if self.manager is None else cast("Stats", self.manager.counted(stats))
 
     @property
     def reduction(self) -> str:
@@ -177,8 +161,8 @@ class Attached(Generic[Kept]):
         if self.active:
             self._state.take_shared(state)
 
-    def keep_with(self, manager: Manager) -> None:
-        """Have a manager keep residuals through an elastic job; called by `TopKEF`.
+    def keep_with(self, manager: Any) -> None:
+        """Have an `elastic.Manager` keep residuals through an elastic job; called by `TopKEF`.
 
         Raises:
             ConfigError: not all ranks exchange these gradients.

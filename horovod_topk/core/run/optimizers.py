@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from horovod_topk.config import AUTO
 from horovod_topk.core.exchange.membership import elastic
@@ -18,20 +18,6 @@ from horovod_topk.methods.protocol import Method
 log = logging.getLogger("horovod_topk")
 
 FRAMEWORKS = "torch.optim.", "keras.", "tf_keras.", "horovod_topk."  # and their own optimizers
-
-
-@dataclass(frozen=True)
-class Own:
-    """The momentum that an optimizer applies itself."""
-
-    kind: str  # class name of the optimizer
-    where: str  # "the optimizer", or which part of it
-    setting: str  # name of the momentum argument
-    shown: object  # value of that argument
-    applies: bool  # whether that value means any momentum
-    off: str  # argument that turns momentum off
-    normalises: bool  # whether it divides by the root of a mean square, as Adam
-    besides: str = ""  # added to the cure of an error
 
 
 def kind_of(optimizer: object) -> str:
@@ -112,23 +98,46 @@ def fitted(
     return config, why
 
 
-def check_once(momentum: float, nesterov: bool, own: Own) -> None:
+def check_once(
+    kind: str,
+    momentum: float,
+    *,
+    nesterov: bool,
+    where: str,
+    setting: str,
+    shown: object,
+    applies: bool,
+    off: str,
+    normalises: bool,
+    besides: str = "",
+) -> None:
     """Refuse momentum correction for an optimizer that applies a momentum itself.
 
+    Args:
+        kind: name of the optimizer's class.
+        momentum: the momentum that is corrected.
+        nesterov: whether it is Nesterov's.
+        where: "the optimizer", or which part of it.
+        setting: name of its momentum argument.
+        shown: value of that argument.
+        applies: whether that value means any momentum.
+        off: argument that turns momentum off.
+        normalises: whether it divides by the root of a mean square, as Adam.
+        besides: added to the cure of an error.
+
     Raises:
-        ConfigError: the optimizer applies a momentum, or it has no Nesterov form and `nesterov` is
-            set.
+        ConfigError: the optimizer applies a momentum, or has no form that is Nesterov's.
     """
-    if own.normalises and nesterov:
+    if normalises and nesterov:
         raise ConfigError(
-            f"momentum=({momentum}, 'nesterov') was given, and {own.kind} has no such form",
+            f"momentum=({momentum}, 'nesterov') was given, and {kind} has no such form",
             cure=f"Pass momentum={momentum}",
         )
-    if own.applies:
+    if applies:
         raise ConfigError(
-            f"momentum={momentum} was given, and {own.where} has {own.setting}={own.shown}: it "
-            "would be applied twice",
-            cure=f"Pass {own.off} to the optimizer, or momentum=0 to TopKEF{own.besides}",
+            f"momentum={momentum} was given, and {where} has {setting}={shown}: it would be "
+            "applied twice",
+            cure=f"Pass {off} to the optimizer, or momentum=0 to TopKEF{besides}",
         )
 
 
