@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import os
+import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from horovod_topk.kernels.compile import digest
 log = logging.getLogger("horovod_topk")
 
 LIBRARY = Path(__file__).parent / "libtopkef.so"
+HEADER = LIBRARY.with_name("cpu") / "topkef.h"
 TENSORFLOW_LIBRARY = LIBRARY.with_name("libtopkef_tensorflow.so")
 CURE = "`python -m horovod_topk.kernels.compile` compiles them"
 
@@ -80,60 +82,20 @@ def _load() -> Found:
 
 
 def _declare(library: Library) -> None:
-    """Declare argument and result types of the functions in cpu/topkef.h."""
-    address, number, real, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_char_p
-    arguments: dict[str, list[type]] = {
-        "topkef_isa": [],
-        "topkef_bucket_new": [address, number],
-        "topkef_bucket_free": [address],
-        "topkef_encode": [*[address] * 7, ctypes.c_int],
-        "topkef_encode_shards": [address, number, *[address] * 6, ctypes.c_int],
-        "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
-        "topkef_compensate": [*[address] * 3, number, *[ctypes.c_int] * 3],
-        "topkef_take": [*[address] * 3, number, ctypes.c_int],
-        "topkef_subtract_at": [*[address] * 3, number, ctypes.c_int],
-        "topkef_place": [
-            *[address] * 2,
-            number,
-            address,
-            number,
-            *[ctypes.c_int] * 2,
-        ],
-        "topkef_random_index": [address, number, number, address],
-        "topkef_moments": [address, number, ctypes.c_int, ctypes.c_int, address],
-        "topkef_pack_ternary": [
-            *[address, number, ctypes.c_int, ctypes.c_float, ctypes.c_float],
-            *[address, address, ctypes.c_int],
-        ],
-        "topkef_pack_values": [address, number, *[ctypes.c_int] * 2, address, *[ctypes.c_int] * 2],
-        "topkef_unpack_values": [address, number, ctypes.c_int, address, *[ctypes.c_int] * 2],
-        "topkef_random_bits": [address, number, ctypes.c_int, address],
-        "topkef_product": [
-            *[address] * 2,
-            *[number] * 3,
-            real,
-            ctypes.c_int,
-            address,
-            *[ctypes.c_int] * 2,
-        ],
-        "topkef_orthonormal": [address, number, number, ctypes.c_int],
-        "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
-        "topkef_lost": [*[address] * 6, number, *[ctypes.c_int] * 2, address],
-        "topkef_energies": [*[address] * 3, number, *[ctypes.c_int] * 2, address],
-        "topkef_update_all": [address, address, number, *[ctypes.c_int] * 2],
-    }
-    for name, types in arguments.items():
-        getattr(library, name).argtypes = types
-    library.topkef_isa.restype = text
-    library.topkef_bucket_new.restype = address
-    library.topkef_bucket_free.restype = None
-    library.topkef_encode.restype = None
-    library.topkef_encode_shards.restype = None
-    library.topkef_decode.restype = number
-    silent = "take", "subtract_at", "place", "random_index", "random_bits", "product", "orthonormal"
-    later = "update_velocity", "moments", "pack_ternary", "lost", "energies", "update_all"
-    for name in (*silent, *later, "pack_values", "unpack_values"):
-        getattr(library, f"topkef_{name}").restype = None
+    """Declare result and argument types of all functions, as cpu/topkef.h states them."""
+    declared = re.findall(r"TOPKEF_API (.+?)(topkef_\w+)\((.*?)\);", HEADER.read_text(), re.DOTALL)
+    for result, name, arguments in declared:
+        function = getattr(library, name)
+        function.restype = _type_of(result)
+        function.argtypes = [_type_of(each) for each in arguments.split(",") if each != "void"]
+
+
+def _type_of(declaration: str) -> type | None:
+    if "*" in declaration:
+        return ctypes.c_char_p if "const char" in declaration else ctypes.c_void_p
+    kinds = {"int": ctypes.c_int, "int64_t": ctypes.c_int64}
+    kinds |= {"float": ctypes.c_float, "double": ctypes.c_double}
+    return kinds.get(declaration.split()[0])  # None: void
 
 
 class Sgd(ctypes.Structure):
@@ -184,28 +146,6 @@ class Correction(ctypes.Structure):
         ("squares", ctypes.POINTER(ctypes.c_void_p)),
     )
 
-    @classmethod
-    def of(cls, scales: Sequence[float]) -> Correction:
-        """A correction with factors of residuals only: one for each tensor, shard by shard."""
-        return cls(scales=numbers(scales))
-
-    def with_velocities(
-        self,
-        velocities: Sequence[int],
-        following: Sequence[int],
-        momentum: float,
-        nesterov: bool,
-    ) -> Correction:
-        """Set the addresses of velocities, one for each gradient, and their momentum."""
-        self.velocities, self.following = addresses(velocities), addresses(following)
-        self.momentum, self.nesterov = momentum, nesterov
-        return self
-
-    def with_squares(self, squares: Sequence[int | None]) -> Correction:
-        """Set the addresses of Adam's mean squares, one for each gradient. None: it has none."""
-        self.squares = addresses(squares)
-        return self
-
 
 class Bucket:
     """The kernels for one recipe; see `horovod_topk.ops.protocol.Fused` for their function.
@@ -226,23 +166,6 @@ class Bucket:
 
     def encode(
         self,
-        residuals: Sequence[int],
-        gradients: Sequence[int],
-        candidates: Sequence[int],
-        payload: int,
-        threads: int,
-        keys: Sequence[int] = (),
-    ) -> None:
-        """Fill a payload; leave in the candidates what is not sent.
-
-        keys: keys of random numbers, three numbers for each tensor as in cpu/topkef.h.
-        """
-        each = self._addresses
-        places = each(*residuals), each(*gradients), each(*candidates), payload
-        self._library.topkef_encode(self._handle, *places, None, integers(keys), threads)
-
-    def encode_shards(
-        self,
         shards: Sequence[Bucket],
         residuals: Sequence[int],
         gradients: Sequence[int],
@@ -252,7 +175,10 @@ class Bucket:
         correction: Correction | None = None,
         keys: Sequence[int] = (),
     ) -> None:
-        """Fill a payload for each shard. Residuals, candidates and keys: shard by shard.
+        """Fill a payload for each shard; leave in the candidates what is not sent.
+
+        Residuals, candidates and keys are in the order of the shards. keys: of random numbers,
+        three numbers for each tensor as in cpu/topkef.h.
 
         shards: the kernels of all shards of the same gradients, with this one among them.
         """
@@ -265,7 +191,7 @@ class Bucket:
             (address * tensors)(*candidates),
             (address * count)(*payloads),
             None if correction is None else ctypes.byref(correction),
-            integers(keys) if keys else None,
+            integers(keys),
             threads,
         )
 

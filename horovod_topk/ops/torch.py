@@ -640,10 +640,8 @@ class CpuBucket:
         if velocities is not None or any(factors) or weighing:
             pairs = zip(factors, starts, strict=True)
             scales = [each or [1.0] * len(tensors) for each, tensors in pairs]
-            correction = self._correction(scales, velocities)
-        if correction is not None and weighing:
-            correction.with_squares([None if v is None else v.data_ptr() for v in weighing])
-        self._kernel.encode_shards(
+            correction = self._correction(scales, velocities, weighing)
+        self._kernel.encode(
             [each._kernel for each in kernels],
             [e.data_ptr() + at for e, each in zip(residuals, starts, strict=True) for at in each],
             [gradient.data_ptr() for gradient in packed],
@@ -655,19 +653,23 @@ class CpuBucket:
         )
 
     def _correction(
-        self, scales: Sequence[Sequence[float]], own: Velocities[Tensor] | None
+        self,
+        scales: Sequence[Sequence[float]],
+        own: Velocities[Tensor] | None,
+        squares: Sequence[Tensor | None],
     ) -> native.Correction:
-        """Factors and velocities for the kernel to rescale residuals and correct gradients."""
-        correction = native.Correction.of([scale for each in scales for scale in each])
+        """What the kernel rescales residuals, corrects gradients and selects elements by."""
+        made = native.Correction(
+            scales=native.numbers([scale for each in scales for scale in each])
+        )
         if own is not None:
             assert self._corrects  # `core.codec.momentum.check_dtypes` has checked it
-            correction.with_velocities(
-                [u.data_ptr() for u in own.before],
-                [u.data_ptr() for u in own.after],
-                own.factor,
-                own.nesterov,
-            )
-        return correction
+            made.velocities = native.addresses([u.data_ptr() for u in own.before])
+            made.following = native.addresses([u.data_ptr() for u in own.after])
+            made.momentum, made.nesterov = own.factor, own.nesterov
+        if squares:
+            made.squares = native.addresses([None if v is None else v.data_ptr() for v in squares])
+        return made
 
     def decode(
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]

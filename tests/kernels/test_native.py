@@ -97,7 +97,7 @@ class Both:
             section.view(np.uint8)[:] = 0xFF  # of the step before: no bit of it may stay
         candidate = np.full_like(self.residual, 9)
         places = self.places(self.residual), self.addresses(gradients), self.places(candidate)
-        self.kernel.encode(*places, payload.ctypes.data, self.threads)
+        self.kernel.encode([self.kernel], *places, [payload.ctypes.data], self.threads)
         self.compare(payload, candidate, arenas.candidate)
         if commit and np.isfinite(candidate).all():
             self.residual = candidate
@@ -273,11 +273,9 @@ def test_denormals_count_whatever_a_framework_has_set(
     assert torch.set_flush_denormal(True)
     try:
         payload, candidate = both.codec.new_payload(bucket), np.empty_like(both.residual)
-        places = map(both.places, (both.residual, candidate))
-        residuals, candidates = places
-        both.kernel.encode(
-            residuals, both.addresses(gradients), candidates, payload.ctypes.data, threads
-        )
+        residuals, candidates = map(both.places, (both.residual, candidate))
+        places = residuals, both.addresses(gradients), candidates, [payload.ctypes.data]
+        both.kernel.encode([both.kernel], *places, threads)
     finally:
         torch.set_flush_denormal(False)
     assert payload.tobytes() == kept.tobytes()
@@ -293,7 +291,7 @@ gradients, candidate = NAME.normal(bucket), both.residual + 1
 used = 4096 * int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, used + 2**29))
 places = both.places(both.residual), both.addresses(gradients), both.places(candidate)
-both.kernel.encode(*places, both.payload.ctypes.data, 3)
+both.kernel.encode([both.kernel], *places, [both.payload.ctypes.data], 3)
 """
     source = f"import sys; sys.path[:0] = {sys.path!r}\n" + script.replace("NAME", __name__)
     command = f"ulimit -s {2**20} && exec {shlex.quote(sys.executable)} -c {shlex.quote(source)}"
@@ -437,7 +435,7 @@ def check_tight(numel: int, k: int, values: str, index: str, *, values_last: boo
     gathered = before_a_fence(2 * recipe[4])
     for payload in np.split(gathered, 2):
         payload[:] = 0xFF
-        kernel.encode(*places, payload.ctypes.data, 1)
+        kernel.encode([kernel], *places, [payload.ctypes.data], 1)
         assert payload.tobytes() == expected.tobytes()
     found = np.full(numel, 5, "f4")
     into = Both.addresses([found])
@@ -485,7 +483,8 @@ def test_memory_that_is_not_aligned(isa: str, values: str, indices: str, offset:
     shifted = [moved(gradient) for gradient in gradients]
     width = [4 * t.start for t in bucket.tensors]
     places = [[a.ctypes.data + w for w in width] for a in (residual, candidate)]
-    aligned.kernel.encode(places[0], Both.addresses(shifted), places[1], payload.ctypes.data, 1)
+    given = places[0], Both.addresses(shifted), places[1], [payload.ctypes.data]
+    aligned.kernel.encode([aligned.kernel], *given, 1)
     assert payload.tobytes() == expected.tobytes()
     assert candidate.tobytes() == aligned.residual.tobytes()
     gathered = moved(np.concatenate([expected, expected]))
@@ -510,7 +509,8 @@ def test_more_elements_than_a_signed_index_counts(spikes: tuple[int, ...], kind:
     assert FOUND.library is not None
     kernel = native.Bucket(recipe, FOUND.library)
     payload = np.zeros(recipe[4], np.uint8)
-    kernel.encode(*map(Both.addresses, ([zeros], [gradient], [candidate])), payload.ctypes.data, 2)
+    places = map(Both.addresses, ([zeros], [gradient], [candidate]))
+    kernel.encode([kernel], *places, [payload.ctypes.data], 2)
     values, rows = payload[1 : 1 + 4 * k].view("f4"), payload[None, 1 + 4 * k :]
     index, sound = NumpyOps().unpack_index(rows, k, numel, kind)
     assert sound.tolist() == [True]

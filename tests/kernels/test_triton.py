@@ -560,8 +560,7 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     from horovod_topk.kernels.triton.topk.narrow import narrow
     from horovod_topk.kernels.triton.topk.pack import pack
     from horovod_topk.kernels.triton.topk.scatter import scatter
-    from horovod_topk.kernels.triton.topk.stream import stream
-    from horovod_topk.kernels.triton.topk.weigh import weigh
+    from horovod_topk.kernels.triton.topk.stream import stream, weigh
 
     size = Geometry()
     chunk = {"CHUNK": size.chunk, "SLOT": size.slot}

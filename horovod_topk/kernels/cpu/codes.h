@@ -189,7 +189,7 @@ void unpack_multiples(const uint8_t *data, Span span, void *values) {
       memcpy(multiple, body, (size_t)count);
     else
       for (int64_t i = 0; i < (count + 1) / 2; ++i) {
-        multiple[2 * i] = (int8_t)((body[i] & 15 ^ 8) - 8);
+        multiple[2 * i] = (int8_t)(((body[i] & 15) ^ 8) - 8);
         multiple[2 * i + 1] = (int8_t)((body[i] >> 4 ^ 8) - 8);
       }
     for (int64_t i = 0; i < count; ++i)

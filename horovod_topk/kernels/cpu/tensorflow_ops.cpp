@@ -65,39 +65,44 @@ using Delete = void (*)(void *);
 using Infer = void (*)(TF_ShapeContext *, TF_Status *);
 using Free = void (*)(void *, size_t, void *);
 
-/* The functions of TensorFlow that are used. */
+/* The functions of TensorFlow that are used: result, name and parameters of each. */
+#define TENSORFLOW(F) \
+  F(TF_Status *, TF_NewStatus, ()) \
+  F(void, TF_DeleteStatus, (TF_Status *)) \
+  F(void, TF_SetStatus, (TF_Status *, int, const char *)) \
+  F(int, TF_GetCode, (const TF_Status *)) \
+  F(TF_OpBuilder *, TF_NewOpDefinitionBuilder, (const char *)) \
+  F(void, TF_OpDefinitionBuilderAddAttr, (TF_OpBuilder *, const char *)) \
+  F(void, TF_OpDefinitionBuilderAddInput, (TF_OpBuilder *, const char *)) \
+  F(void, TF_OpDefinitionBuilderAddOutput, (TF_OpBuilder *, const char *)) \
+  F(void, TF_OpDefinitionBuilderSetShapeInferenceFunction, (TF_OpBuilder *, Infer)) \
+  F(void, TF_RegisterOpDefinition, (TF_OpBuilder *, TF_Status *)) \
+  F(void, TF_ShapeInferenceContextSetUnknownShape, (TF_ShapeContext *, TF_Status *)) \
+  F(TF_KernelBuilder *, TF_NewKernelBuilder, (const char *, const char *, Create, Compute, Delete)) \
+  F(void, TF_RegisterKernelBuilder, (const char *, TF_KernelBuilder *, TF_Status *)) \
+  F(void, TF_OpKernelConstruction_GetAttrSize, (TF_Construction *, const char *, int32_t *, \
+    int32_t *, TF_Status *)) \
+  F(void, TF_OpKernelConstruction_GetAttrInt64List, (TF_Construction *, const char *, int64_t *, \
+    int, TF_Status *)) \
+  F(void, TF_OpKernelConstruction_GetAttrInt64, (TF_Construction *, const char *, int64_t *, \
+    TF_Status *)) \
+  F(void, TF_OpKernelConstruction_Failure, (TF_Construction *, TF_Status *)) \
+  F(void, TF_OpKernelContext_Failure, (TF_Context *, TF_Status *)) \
+  F(int, TF_NumInputs, (TF_Context *)) \
+  F(void, TF_GetInput, (TF_Context *, int, TF_Tensor **, TF_Status *)) \
+  F(void, TF_SetOutput, (TF_Context *, int, const TF_Tensor *, TF_Status *)) \
+  F(TF_Tensor *, TF_NewTensor, (int, const int64_t *, int, void *, size_t, Free, void *)) \
+  F(void, TF_DeleteTensor, (TF_Tensor *)) \
+  F(void *, TF_TensorData, (const TF_Tensor *)) \
+  F(size_t, TF_TensorByteSize, (const TF_Tensor *)) \
+  F(int, TF_TensorType, (const TF_Tensor *)) \
+  F(int, TF_NumDims, (const TF_Tensor *)) \
+  F(int64_t, TF_Dim, (const TF_Tensor *, int))
+
 struct Api {
-  TF_Status *(*TF_NewStatus)();
-  void (*TF_DeleteStatus)(TF_Status *);
-  void (*TF_SetStatus)(TF_Status *, int, const char *);
-  int (*TF_GetCode)(const TF_Status *);
-  TF_OpBuilder *(*TF_NewOpDefinitionBuilder)(const char *);
-  void (*TF_OpDefinitionBuilderAddAttr)(TF_OpBuilder *, const char *);
-  void (*TF_OpDefinitionBuilderAddInput)(TF_OpBuilder *, const char *);
-  void (*TF_OpDefinitionBuilderAddOutput)(TF_OpBuilder *, const char *);
-  void (*TF_OpDefinitionBuilderSetShapeInferenceFunction)(TF_OpBuilder *, Infer);
-  void (*TF_RegisterOpDefinition)(TF_OpBuilder *, TF_Status *);
-  void (*TF_ShapeInferenceContextSetUnknownShape)(TF_ShapeContext *, TF_Status *);
-  TF_KernelBuilder *(*TF_NewKernelBuilder)(const char *, const char *, Create, Compute, Delete);
-  void (*TF_RegisterKernelBuilder)(const char *, TF_KernelBuilder *, TF_Status *);
-  void (*TF_OpKernelConstruction_GetAttrSize)(TF_Construction *, const char *, int32_t *, int32_t *,
-                                              TF_Status *);
-  void (*TF_OpKernelConstruction_GetAttrInt64List)(TF_Construction *, const char *, int64_t *, int,
-                                                   TF_Status *);
-  void (*TF_OpKernelConstruction_GetAttrInt64)(TF_Construction *, const char *, int64_t *,
-                                               TF_Status *);
-  void (*TF_OpKernelConstruction_Failure)(TF_Construction *, TF_Status *);
-  void (*TF_OpKernelContext_Failure)(TF_Context *, TF_Status *);
-  int (*TF_NumInputs)(TF_Context *);
-  void (*TF_GetInput)(TF_Context *, int, TF_Tensor **, TF_Status *);
-  void (*TF_SetOutput)(TF_Context *, int, const TF_Tensor *, TF_Status *);
-  TF_Tensor *(*TF_NewTensor)(int, const int64_t *, int, void *, size_t, Free, void *);
-  void (*TF_DeleteTensor)(TF_Tensor *);
-  void *(*TF_TensorData)(const TF_Tensor *);
-  size_t (*TF_TensorByteSize)(const TF_Tensor *);
-  int (*TF_TensorType)(const TF_Tensor *);
-  int (*TF_NumDims)(const TF_Tensor *);
-  int64_t (*TF_Dim)(const TF_Tensor *, int);
+#define DECLARE(result, name, parameters) result(*name) parameters;
+  TENSORFLOW(DECLARE)
+#undef DECLARE
 };
 
 Api tf;
@@ -105,39 +110,9 @@ Api tf;
 bool find_tensorflow() {
   void *library = dlopen("libtensorflow_framework.so.2", RTLD_NOW | RTLD_NOLOAD);
   bool all = library != nullptr;
-  auto find = [&](auto &function, const char *name) {
-    if (library) function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-    all = all && function;
-  };
-#define FIND(name) find(tf.name, #name)
-  FIND(TF_NewStatus);
-  FIND(TF_DeleteStatus);
-  FIND(TF_SetStatus);
-  FIND(TF_GetCode);
-  FIND(TF_NewOpDefinitionBuilder);
-  FIND(TF_OpDefinitionBuilderAddAttr);
-  FIND(TF_OpDefinitionBuilderAddInput);
-  FIND(TF_OpDefinitionBuilderAddOutput);
-  FIND(TF_OpDefinitionBuilderSetShapeInferenceFunction);
-  FIND(TF_RegisterOpDefinition);
-  FIND(TF_ShapeInferenceContextSetUnknownShape);
-  FIND(TF_NewKernelBuilder);
-  FIND(TF_RegisterKernelBuilder);
-  FIND(TF_OpKernelConstruction_GetAttrSize);
-  FIND(TF_OpKernelConstruction_GetAttrInt64List);
-  FIND(TF_OpKernelConstruction_GetAttrInt64);
-  FIND(TF_OpKernelConstruction_Failure);
-  FIND(TF_OpKernelContext_Failure);
-  FIND(TF_NumInputs);
-  FIND(TF_GetInput);
-  FIND(TF_SetOutput);
-  FIND(TF_NewTensor);
-  FIND(TF_DeleteTensor);
-  FIND(TF_TensorData);
-  FIND(TF_TensorByteSize);
-  FIND(TF_TensorType);
-  FIND(TF_NumDims);
-  FIND(TF_Dim);
+#define FIND(result, name, parameters) \
+  all = all && (tf.name = reinterpret_cast<decltype(tf.name)>(dlsym(library, #name))) != nullptr;
+  TENSORFLOW(FIND)
 #undef FIND
   return all;
 }
@@ -218,22 +193,28 @@ class Store : public std::enable_shared_from_this<Store> {
   std::multimap<size_t, void *> free_;
 };
 
-/* The state that both operations keep for a bucket. */
-class Kernel {
- public:
-  std::vector<int64_t> recipe, shapes;
-  topkef_bucket *bucket = nullptr;
-  std::shared_ptr<Store> store = std::make_shared<Store>();
+/* What an operation keeps: its attributes, and the memory of its outputs. */
+struct Kept {
+  std::vector<int64_t> list, other;  // attributes that are lists of numbers
   int64_t threads = 1;
+  std::shared_ptr<Store> store = std::make_shared<Store>();
+
+  bool start() { return true; }
+};
+
+/* What is kept for a bucket: `list` is its recipe, `other` the shapes of its gradients. */
+struct Kernel : Kept {
+  topkef_bucket *bucket = nullptr;
   std::mutex mutex;
 
+  bool start() { return (bucket = topkef_bucket_new(list.data(), (int64_t)list.size())) != nullptr; }
   ~Kernel() {
     if (bucket) topkef_bucket_free(bucket);
   }
 
-  int64_t tensors() const { return recipe[0]; }
-  int64_t residual_bytes() const { return recipe[1]; }
-  int64_t payload_bytes() const { return recipe[4]; }
+  int64_t tensors() const { return list[0]; }
+  int64_t residual_bytes() const { return list[1]; }
+  int64_t payload_bytes() const { return list[4]; }
   int64_t numel(int64_t tensor) const { return number(tensor, 0); }
   int64_t start(int64_t tensor) const { return number(tensor, 2); }
   int64_t dtype(int64_t tensor) const { return number(tensor, 6); }
@@ -255,12 +236,12 @@ class Kernel {
   /* Smallest possible number of elements of a gradient, from one shard. */
   int64_t reach(int64_t t) const {
     int64_t last = numel(t) - 1;
-    return last < 0 ? 0 : (last / SHARD_BLOCK * recipe[6] + number(t, 7)) * SHARD_BLOCK + last % SHARD_BLOCK + 1;
+    return last < 0 ? 0 : (last / SHARD_BLOCK * list[6] + number(t, 7)) * SHARD_BLOCK + last % SHARD_BLOCK + 1;
   }
 
  private:
   int64_t number(int64_t tensor, int64_t which) const {
-    return recipe[(size_t)(HEAD + EACH * tensor + which)];
+    return list[(size_t)(HEAD + EACH * tensor + which)];
   }
 };
 
@@ -274,35 +255,38 @@ std::vector<int64_t> numbers(TF_Construction *construction, const char *name, TF
   return found;
 }
 
-void *create_with(TF_Construction *construction, bool shaped) {
-  auto kernel = std::make_unique<Kernel>();
+/* other: name of the second attribute, or null. */
+template <class T>
+void *create(TF_Construction *construction, const char *list, const char *other, bool threads = true) {
+  auto kept = std::make_unique<T>();
   Status status;
-  kernel->recipe = numbers(construction, "recipe", status);
-  if (status.ok() && shaped) kernel->shapes = numbers(construction, "shapes", status);
-  if (status.ok())
-    tf.TF_OpKernelConstruction_GetAttrInt64(construction, "threads", &kernel->threads, status);
-  if (status.ok()) kernel->bucket = topkef_bucket_new(kernel->recipe.data(), (int64_t)kernel->recipe.size());
-  if (status.ok() && !kernel->bucket)
-    tf.TF_SetStatus(status, INVALID_ARGUMENT, "TopKEF: not a recipe");
+  kept->list = numbers(construction, list, status);
+  if (status.ok() && other) kept->other = numbers(construction, other, status);
+  if (status.ok() && threads)
+    tf.TF_OpKernelConstruction_GetAttrInt64(construction, "threads", &kept->threads, status);
+  if (status.ok() && !kept->start()) tf.TF_SetStatus(status, INVALID_ARGUMENT, "TopKEF: not a recipe");
   if (!status.ok()) tf.TF_OpKernelConstruction_Failure(construction, status);
-  return kernel.release();
+  return kept.release();
 }
 
-void *create_encode(TF_Construction *construction) { return create_with(construction, false); }
+template <class T>
+void destroy(void *kept) {
+  delete static_cast<T *>(kept);
+}
 
-void *create_decode(TF_Construction *construction) { return create_with(construction, true); }
-
-void destroy(void *kernel) { delete static_cast<Kernel *>(kernel); }
+void fail(TF_Context *context, Code code, const std::string &text) {
+  Status status;
+  tf.TF_SetStatus(status, code, text.c_str());
+  tf.TF_OpKernelContext_Failure(context, status);
+}
 
 /* Fail the operation unless a tensor has the size in the recipe. */
 bool check_size(TF_Context *context, const char *what, int64_t position, int64_t bytes,
                 int64_t expected) {
   if (bytes == expected) return true;
-  Status status;
-  std::string text = std::string("TopKEF: ") + what + " " + std::to_string(position) + " has " +
-                     std::to_string(bytes) + " bytes, the recipe says " + std::to_string(expected);
-  tf.TF_SetStatus(status, INVALID_ARGUMENT, text.c_str());
-  tf.TF_OpKernelContext_Failure(context, status);
+  fail(context, INVALID_ARGUMENT,
+       std::string("TopKEF: ") + what + " " + std::to_string(position) + " has " + std::to_string(bytes) +
+           " bytes, the recipe says " + std::to_string(expected));
   return false;
 }
 
@@ -394,9 +378,9 @@ void decode(void *state, TF_Context *context) {
   auto kernel = static_cast<Kernel *>(state);
   std::lock_guard<std::mutex> lock(kernel->mutex);
   const int64_t tensors = kernel->tensors(), bytes = kernel->payload_bytes();
-  Status status;
-  Input gathered(context, 0, status), flags(context, 1, status), scale(context, 2, status);
-  if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
+  std::vector<Input> inputs;
+  if (!read(context, inputs)) return;
+  const Input &gathered = inputs[0], &flags = inputs[1], &scale = inputs[2];
   const int64_t ranks = gathered.bytes() / bytes;
   if (!check_size(context, "gathered", 0, gathered.bytes(), ranks * bytes) ||
       !check_size(context, "flags", 0, flags.bytes(), tensors) ||
@@ -405,8 +389,8 @@ void decode(void *state, TF_Context *context) {
   static constexpr int TYPES[] = {HALF, BFLOAT16, FLOAT, DOUBLE};
   std::vector<void *> gradients((size_t)kernel->gradients());
   std::vector<std::vector<int64_t>> shapes;
-  for (size_t at = 0; at < kernel->shapes.size(); at += 1 + (size_t)kernel->shapes[at]) {
-    const int64_t *sizes = &kernel->shapes[at] + 1;
+  for (size_t at = 0; at < kernel->other.size(); at += 1 + (size_t)kernel->other[at]) {
+    const int64_t *sizes = &kernel->other[at] + 1;
     shapes.emplace_back(sizes, sizes + sizes[-1]);
   }
   if (!check_size(context, "shapes", 0, (int64_t)shapes.size(), kernel->gradients())) return;
@@ -431,36 +415,14 @@ void decode(void *state, TF_Context *context) {
                      std::to_string(wrong % tensors) +
                      ": its indices do not ascend or lie outside the tensor, or a scale is negative or no "
                      "number";
-  tf.TF_SetStatus(status, DATA_LOSS, text.c_str());
-  tf.TF_OpKernelContext_Failure(context, status);
+  fail(context, DATA_LOSS, text);
 }
 
-/* What operations on samples keep. */
-struct Sampler {
-  std::vector<int64_t> samples;  // six numbers a tensor
-  std::vector<int64_t> arrays;   // position of each tensor's arrivals among the arrays
-  int64_t threads = 1;
-  std::shared_ptr<Store> store = std::make_shared<Store>();
-
-  size_t count() const { return samples.size() / 6; }
+/* What operations on samples keep: `list` has six numbers a tensor, `other` the position of each tensor's arrivals
+ * among the arrays. */
+struct Sampler : Kept {
+  size_t count() const { return list.size() / 6; }
 };
-
-void *create_sampler_with(TF_Construction *construction, bool updates) {
-  auto sampler = std::make_unique<Sampler>();
-  Status status;
-  sampler->samples = numbers(construction, "samples", status);
-  if (status.ok() && updates) sampler->arrays = numbers(construction, "arrays", status);
-  if (status.ok())
-    tf.TF_OpKernelConstruction_GetAttrInt64(construction, "threads", &sampler->threads, status);
-  if (!status.ok()) tf.TF_OpKernelConstruction_Failure(construction, status);
-  return sampler.release();
-}
-
-void *create_sampler(TF_Construction *construction) { return create_sampler_with(construction, false); }
-
-void *create_updater(TF_Construction *construction) { return create_sampler_with(construction, true); }
-
-void destroy_sampler(void *sampler) { delete static_cast<Sampler *>(sampler); }
 
 bool any(const void *array, int64_t bytes) {
   auto each = static_cast<const uint8_t *>(array);
@@ -488,9 +450,9 @@ std::vector<R> roots(const std::vector<const void *> &weights, const std::vector
 std::vector<uint8_t *> arrivals_after(Sampler &updater, TF_Context *context, const Input *before, size_t first) {
   std::vector<int64_t> updated;
   for (size_t i = 0; i < updater.count(); ++i) {
-    const auto at = (size_t)updater.arrays[i];
+    const auto at = (size_t)updater.other[i];
     if (at >= updated.size()) updated.resize(at + 1);
-    const int64_t *place = &updater.samples[6 * i], stop = place[1] + place[2];
+    const int64_t *place = &updater.list[6 * i], stop = place[1] + place[2];
     if (!check_size(context, "arrivals", (int64_t)i, std::min(before[at].bytes(), stop), stop)) return {};
     updated[at] += place[2];
   }
@@ -510,7 +472,7 @@ void update(void *state, TF_Context *context) {
   std::vector<Input> inputs;
   if (!read(context, inputs)) return;
   const size_t count = updater->count(), every = inputs.size() - 4;
-  const auto arrays = (size_t)(1 + *std::max_element(updater->arrays.begin(), updater->arrays.end()));
+  const auto arrays = (size_t)(1 + *std::max_element(updater->other.begin(), updater->other.end()));
   const size_t each = (every - 2 * count - arrays) / count;  // moments of a tensor
   const Input *gradients = &inputs[0], *weights = gradients + count, *moments = weights + count,
               *arrivals = moments + each * count, *last = arrivals + arrays;
@@ -526,7 +488,7 @@ void update(void *state, TF_Context *context) {
   std::vector<topkef_update> from(count), to(count);
   std::vector<const void *> places, codes;
   for (size_t i = 0; i < count; ++i) {
-    const int64_t numel = updater->samples[6 * i + 2], bytes = numel * width;
+    const int64_t numel = updater->list[6 * i + 2], bytes = numel * width;
     topkef_update &before = from[i], &after = to[i];
     after.gradient = gradients[i].data();
     after.count = numel;
@@ -549,8 +511,8 @@ void update(void *state, TF_Context *context) {
     for (size_t m = 0; m < each; ++m)
       if (!place(moments[i * each + m], count + i * each + m, fields[m])) return;
     places.push_back(before.weight);
-    const auto array = (size_t)updater->arrays[i];
-    const int64_t start = updater->samples[6 * i + 1];
+    const auto array = (size_t)updater->other[i];
+    const int64_t start = updater->list[6 * i + 1];
     before.arrivals = static_cast<uint8_t *>(const_cast<void *>(arrivals[array].data())) + start;
     after.arrivals = arrivals_to[array] + start;
     codes.push_back(before.arrivals);
@@ -558,8 +520,8 @@ void update(void *state, TF_Context *context) {
   const int threads = (int)updater->threads, does = *static_cast<const int32_t *>(last[3].data());
   std::vector<float> narrow;
   std::vector<double> wide;
-  if (is_adam && width == 8) wide = roots<double>(places, updater->samples, threads);
-  if (is_adam && width == 4) narrow = roots<float>(places, updater->samples, threads);
+  if (is_adam && width == 8) wide = roots<double>(places, updater->list, threads);
+  if (is_adam && width == 4) narrow = roots<float>(places, updater->list, threads);
   std::vector<std::vector<uint8_t>> ones;
   for (size_t i = 0; i < count; ++i) {
     topkef_update &before = from[i], &after = to[i];
@@ -592,7 +554,7 @@ void write_sums(Sampler &sampler, TF_Context *context, const std::vector<double>
 /* Whether arrays and, if there are any, arrivals are as large as the samples say. */
 bool check_sampled(const Sampler &sampler, TF_Context *context, const Input *arrays, int64_t width, int64_t coded) {
   for (size_t i = 0; i < sampler.count(); ++i) {
-    const int64_t *place = &sampler.samples[6 * i], stop = place[1] + place[2];
+    const int64_t *place = &sampler.list[6 * i], stop = place[1] + place[2];
     if (!check_size(context, "array", (int64_t)i, arrays[i].bytes(), place[2] * width)) return false;
     if (coded && !check_size(context, "arrivals", (int64_t)i, std::min(coded, stop), stop)) return false;
   }
@@ -615,7 +577,7 @@ void energies(void *state, TF_Context *context) {
   if (!check_sampled(*sampler, context, &inputs[0], width, coded)) return;
   std::vector<double> sums(count * (coded ? 2 : 1));
   auto arrivals = coded ? static_cast<const uint8_t *>(inputs[count].data()) : nullptr;
-  topkef_energies(data_of(&inputs[0], count).data(), arrivals, sampler->samples.data(), (int64_t)count, width,
+  topkef_energies(data_of(&inputs[0], count).data(), arrivals, sampler->list.data(), (int64_t)count, width,
                   (int)sampler->threads, sums.data());
   write_sums(*sampler, context, sums, type);
 }
@@ -635,31 +597,15 @@ void lost(void *state, TF_Context *context) {
   std::vector<double> sums(2 * count);
   topkef_lost(data_of(&inputs[0], count).data(), before.data(),
               scales.bytes() ? static_cast<const double *>(scales.data()) : nullptr, after.data(),
-              static_cast<const uint8_t *>(arrivals.data()), sampler->samples.data(), (int64_t)count, width,
+              static_cast<const uint8_t *>(arrivals.data()), sampler->list.data(), (int64_t)count, width,
               (int)sampler->threads, sums.data());
   write_sums(*sampler, context, sums, type);
 }
 
-/* What TopkefScale keeps. */
-struct Scaler {
-  std::vector<int64_t> stretches;
-  std::shared_ptr<Store> store = std::make_shared<Store>();
-};
-
-void *create_scaler(TF_Construction *construction) {
-  auto scaler = std::make_unique<Scaler>();
-  Status status;
-  scaler->stretches = numbers(construction, "stretches", status);
-  if (!status.ok()) tf.TF_OpKernelConstruction_Failure(construction, status);
-  return scaler.release();
-}
-
-void destroy_scaler(void *scaler) { delete static_cast<Scaler *>(scaler); }
-
 /* Scale stretches of one array. */
 template <class R>
-void scale_stretches(const Scaler &scaler, TF_Context *context, const std::vector<Input> &inputs) {
-  const size_t count = scaler.stretches.size() / 2;
+void scale_stretches(const Kept &scaler, TF_Context *context, const std::vector<Input> &inputs) {
+  const size_t count = scaler.list.size() / 2;
   if (!check_size(context, "factors", 0, inputs[1].bytes(), (int64_t)(count * sizeof(R)))) return;
   auto factors = static_cast<const R *>(inputs[1].data());
   Status status;
@@ -673,7 +619,7 @@ void scale_stretches(const Scaler &scaler, TF_Context *context, const std::vecto
   if (!to) return;
   std::memcpy(to, inputs[0].data(), (size_t)bytes);
   for (size_t i = 0; i < count; ++i) {
-    const int64_t start = scaler.stretches[2 * i], stop = start + scaler.stretches[2 * i + 1];
+    const int64_t start = scaler.list[2 * i], stop = start + scaler.list[2 * i + 1];
     if (!check_size(context, "array", 0, std::min(bytes, stop * (int64_t)sizeof(R)), stop * (int64_t)sizeof(R))) return;
     if (factors[i] != 1) std::for_each(to + start, to + stop, [&](R &each) { each *= factors[i]; });
   }
@@ -700,12 +646,12 @@ void scale_as(Store &store, TF_Context *context, const std::vector<Input> &input
 }
 
 template <class R>
-void scale_any(const Scaler &scaler, TF_Context *context, const std::vector<Input> &inputs) {
-  scaler.stretches.empty() ? scale_as<R>(*scaler.store, context, inputs) : scale_stretches<R>(scaler, context, inputs);
+void scale_any(const Kept &scaler, TF_Context *context, const std::vector<Input> &inputs) {
+  scaler.list.empty() ? scale_as<R>(*scaler.store, context, inputs) : scale_stretches<R>(scaler, context, inputs);
 }
 
 void scale(void *state, TF_Context *context) {
-  auto scaler = static_cast<Scaler *>(state);
+  auto scaler = static_cast<Kept *>(state);
   std::vector<Input> inputs;
   if (!read(context, inputs)) return;
   inputs[0].type() == DOUBLE ? scale_any<double>(*scaler, context, inputs) : scale_any<float>(*scaler, context, inputs);
@@ -735,23 +681,27 @@ __attribute__((constructor)) void define_operations() {
   const char *gradients = "G: list({half, bfloat16, float, double}) >= 1";
   define("TopkefEncode", {"R: {float, double}", "S: int >= 0", gradients, "recipe: list(int)", "threads: int"},
          {"residual: R", "scales: double", "gradients: G", "squares: S * R", "template: uint8", "keys: int64"},
-         {"candidate: R", "payload: uint8"}, create_encode, encode, destroy);
+         {"candidate: R", "payload: uint8"},
+         [](TF_Construction *from) { return create<Kernel>(from, "recipe", nullptr); }, encode, destroy<Kernel>);
   define("TopkefDecode", {gradients, "recipe: list(int)", "shapes: list(int)", "threads: int"},
-         {"gathered: uint8", "flags: bool", "scale: double"}, {"gradients: G"}, create_decode, decode, destroy);
+         {"gathered: uint8", "flags: bool", "scale: double"}, {"gradients: G"},
+         [](TF_Construction *from) { return create<Kernel>(from, "recipe", "shapes"); }, decode, destroy<Kernel>);
   define("TopkefUpdate",
          {"R: {float, double}", "N: int >= 1", "M: int >= 1", "B: int >= 1", "samples: list(int)", "arrays: list(int)",
           "threads: int"},
          {"gradients: N * R", "weights: N * R", "moments: M * R", "arrivals: B * uint8", "numbers: double",
           "losses: double", "factors: R", "does: int32"},
-         {"new_weights: N * R", "new_moments: M * R", "new_arrivals: B * uint8"}, create_updater, update,
-         destroy_sampler);
+         {"new_weights: N * R", "new_moments: M * R", "new_arrivals: B * uint8"},
+         [](TF_Construction *from) { return create<Sampler>(from, "samples", "arrays"); }, update, destroy<Sampler>);
+  auto create_sampler = [](TF_Construction *from) { return create<Sampler>(from, "samples", nullptr); };
   define("TopkefEnergies", {"R: {float, double}", "N: int >= 1", "samples: list(int)", "threads: int"},
-         {"arrays: N * R", "arrivals: uint8"}, {"sums: R"}, create_sampler, energies, destroy_sampler);
+         {"arrays: N * R", "arrivals: uint8"}, {"sums: R"}, create_sampler, energies, destroy<Sampler>);
   define("TopkefLost", {"R: {float, double}", "N: int >= 1", "samples: list(int)", "threads: int"},
          {"gradients: N * R", "before: R", "after: R", "scales: double", "arrivals: uint8"}, {"sums: R"},
-         create_sampler, lost, destroy_sampler);
+         create_sampler, lost, destroy<Sampler>);
   define("TopkefScale", {"R: {float, double}", "N: int >= 1", "stretches: list(int)"}, {"arrays: N * R", "factors: R"},
-         {"scaled: N * R"}, create_scaler, scale, destroy_scaler);
+         {"scaled: N * R"}, [](TF_Construction *from) { return create<Kept>(from, "stretches", nullptr, false); }, scale,
+         destroy<Kept>);
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
+
 namespace {
 
 /* Pack the lower bits of eight bytes: bytes are joined to pairs, pairs to fours. */
@@ -74,6 +76,24 @@ inline void unpack_eights<4>(const uint8_t *from, int64_t eights, uint8_t *codes
   }
 }
 
+template <>
+inline void pack_eights<8>(const uint8_t *codes, int64_t eights, uint8_t *to) {
+  memcpy(to, codes, (size_t)(8 * eights));
+}
+
+template <>
+inline void unpack_eights<8>(const uint8_t *from, int64_t eights, uint8_t *codes) {
+  memcpy(codes, from, (size_t)(8 * eights));
+}
+
+/* Calls `each` with a number of bits as a constant. */
+template <int most = 8, class Each>
+inline void for_bits(int64_t bits, Each each) {
+  if constexpr (most > 1)
+    if (bits < most) return for_bits<most - 1>(bits, each);
+  each(std::integral_constant<int, most>{});
+}
+
 inline void put_bits(uint8_t *to, int64_t bit, int64_t bits, uint32_t code) {
   for (int64_t i = bit; i < bit + bits; ++i, code >>= 1)
     to[i / 8] = (uint8_t)((to[i / 8] & ~(1u << i % 8)) | (code & 1u) << i % 8);
@@ -97,16 +117,7 @@ inline void pack_bits(const uint8_t *codes, int64_t at, int64_t count, int64_t b
   const int64_t head = before_byte(at, count), eights = (count - head) / 8;
   for (int64_t i = 0; i < head; ++i) put_bits(to, (at + i) * bits, bits, codes[i]);
   uint8_t *whole = to + (at + head) * bits / 8;
-  switch (bits) {
-    case 1: pack_eights<1>(codes + head, eights, whole); break;
-    case 2: pack_eights<2>(codes + head, eights, whole); break;
-    case 3: pack_eights<3>(codes + head, eights, whole); break;
-    case 4: pack_eights<4>(codes + head, eights, whole); break;
-    case 5: pack_eights<5>(codes + head, eights, whole); break;
-    case 6: pack_eights<6>(codes + head, eights, whole); break;
-    case 7: pack_eights<7>(codes + head, eights, whole); break;
-    default: memcpy(whole, codes + head, (size_t)(8 * eights));
-  }
+  for_bits(bits, [&](auto known) { pack_eights<known>(codes + head, eights, whole); });
   for (int64_t i = head + 8 * eights; i < count; ++i) put_bits(to, (at + i) * bits, bits, codes[i]);
   const int64_t end = (at + count) * bits;
   if (end % 8) to[end / 8] &= (uint8_t)((1u << end % 8) - 1);
@@ -116,16 +127,7 @@ inline void unpack_bits(const uint8_t *from, int64_t at, int64_t count, int64_t 
   const int64_t head = before_byte(at, count), eights = (count - head) / 8;
   for (int64_t i = 0; i < head; ++i) codes[i] = (uint8_t)get_bits(from, (at + i) * bits, bits);
   const uint8_t *whole = from + (at + head) * bits / 8;
-  switch (bits) {
-    case 1: unpack_eights<1>(whole, eights, codes + head); break;
-    case 2: unpack_eights<2>(whole, eights, codes + head); break;
-    case 3: unpack_eights<3>(whole, eights, codes + head); break;
-    case 4: unpack_eights<4>(whole, eights, codes + head); break;
-    case 5: unpack_eights<5>(whole, eights, codes + head); break;
-    case 6: unpack_eights<6>(whole, eights, codes + head); break;
-    case 7: unpack_eights<7>(whole, eights, codes + head); break;
-    default: memcpy(codes + head, whole, (size_t)(8 * eights));
-  }
+  for_bits(bits, [&](auto known) { unpack_eights<known>(whole, eights, codes + head); });
   for (int64_t i = head + 8 * eights; i < count; ++i)
     codes[i] = (uint8_t)get_bits(from, (at + i) * bits, bits);
 }

@@ -23,9 +23,8 @@ from horovod_topk.kernels.triton.topk.narrow import COUNTS, narrow
 from horovod_topk.kernels.triton.topk.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.topk.pack import pack
 from horovod_topk.kernels.triton.topk.scatter import scatter
-from horovod_topk.kernels.triton.topk.stream import stream
+from horovod_topk.kernels.triton.topk.stream import stream, weigh
 from horovod_topk.kernels.triton.topk.tables import Geometry, Tables, power_of_two
-from horovod_topk.kernels.triton.topk.weigh import weigh
 
 _ENTRY_LANES = 128  # entries of one rank added at once
 

@@ -16,23 +16,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 from horovod_topk.kernels.triton.topk.formats import bfloat16_bits, halves_at, value_at, words_at
-from horovod_topk.kernels.triton.topk.numbers import (
-    DTYPE,
-    INDEX_AT,
-    NUMEL,
-    TILE0,
-    VALUE_AT,
-    WIDTH,
-    K,
-    field,
-    number,
-)
+from horovod_topk.kernels.triton.topk.numbers import field, number
 
 
 @triton.jit
-def index_at(sections: tl.tensor, at: tl.tensor, widths: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def index_at(sections: tensor, at: tensor, widths: tensor, mask: tensor) -> tensor:
     """Load indices at positions `at`; each lane has its own section and index width."""
     halves = halves_at(sections, at, mask & (widths == 2))
     words = words_at(sections, at, mask & (widths == 4))
@@ -41,15 +32,10 @@ def index_at(sections: tl.tensor, at: tl.tensor, widths: tl.tensor, mask: tl.ten
 
 @triton.jit
 def first_entry(
-    sections: tl.tensor,
-    widths: tl.tensor,
-    counts: tl.tensor,
-    targets: tl.tensor,
-    STEPS: tl.constexpr,
-    LANES: tl.constexpr,
-) -> tl.tensor:
+    sections: tensor, widths: tensor, counts: tensor, targets: tensor, STEPS: constexpr
+) -> tensor:
     """Return the first of a section's entries whose index is not below a target, in each lane."""
-    low, high = tl.zeros([LANES], tl.int32), counts
+    low, high = tl.zeros_like(counts), counts
     for _ in range(STEPS):
         open_ = low < high
         middle = low + (high - low) // 2
@@ -61,45 +47,37 @@ def first_entry(
 
 @triton.jit
 def locate(
-    table: tl.tensor,
-    owners: tl.tensor,
-    gathered: tl.tensor,
-    begins: tl.tensor,
-    tiles: tl.tensor,
-    ranks: tl.tensor,
-    payload_bytes: tl.tensor,
-    STEPS: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    LANES: tl.constexpr,
+    tables: tl.tuple,
+    payloads: tl.tuple,
+    found: tl.tuple,
+    STEPS: constexpr,
+    OUTPUT: constexpr,
+    LANES: constexpr,
 ) -> None:
     """begins[rank, tile] = where a tile's entries begin and end, for all tiles of a program."""
+    (table, owners), (gathered, ranks, payload_bytes), (begins, tiles) = tables, payloads, found
     program, programs = tl.program_id(0), tl.num_programs(0)
     count = (tiles - program + programs - 1) // programs * ranks
     for at in range(0, count, LANES):
         lane = at + tl.arange(0, LANES)
         rank, tile, real = lane % ranks, program + lane // ranks * programs, lane < count
         t = tl.load(owners + tile, mask=real, other=0)
-        width, first = number(table, t, WIDTH), (tile - number(table, t, TILE0)) * OUTPUT
-        section = gathered + rank.to(tl.int64) * payload_bytes + field(table, t, INDEX_AT)
-        k = number(table, t, K)
+        width, first = number(table, t, "width"), (tile - number(table, t, "tile0")) * OUTPUT
+        section = gathered + rank.to(tl.int64) * payload_bytes + field(table, t, "index_at")
+        k = number(table, t, "k")
         k = tl.where(real & (width > 0), k, 0)
-        begin = first_entry(section, width, k, first, STEPS, LANES)
-        end = first_entry(section, width, k, first + OUTPUT, STEPS, LANES)
-        last = number(table, t, NUMEL) - first <= OUTPUT  # tile of its tensor
+        begin = first_entry(section, width, k, first, STEPS)
+        end = first_entry(section, width, k, first + OUTPUT, STEPS)
+        last = number(table, t, "numel") - first <= OUTPUT  # tile of its tensor
         place = begins + (rank * tiles + tile) * 2
         tl.store(place, begin, mask=real)
         tl.store(place + 1, tl.where(last, k, end), mask=real)
 
 
 @triton.jit
-def poisoned(
-    flags: tl.tensor,
-    t: tl.tensor,
-    ranks: tl.tensor,
-    payload_bytes: tl.tensor,
-    RANKS_ROOM: tl.constexpr,
-) -> tl.tensor:
+def poisoned(flags: tensor, t: tensor, payloads: tl.tuple, RANKS_ROOM: constexpr) -> tensor:
     """Whether any payload flags tensor `t`: 1 or 0."""
+    _, ranks, payload_bytes = payloads
     rank = tl.arange(0, RANKS_ROOM)
     places = flags + rank.to(tl.int64) * payload_bytes + t // 8
     byte = tl.load(places, mask=rank < ranks, other=0).to(tl.int32)
@@ -108,19 +86,15 @@ def poisoned(
 
 @triton.jit
 def add_entries(
-    row: tl.tensor,
-    values: tl.tensor,
-    k: tl.tensor,
-    indices: tl.tensor,
-    width: tl.tensor,
-    first: tl.tensor,
-    size: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    VALUES: tl.constexpr,
-    LANES: tl.constexpr,
+    row: tensor,
+    section: tl.tuple,
+    tile: tl.tuple,
+    span: tl.tuple,
+    VALUES: constexpr,
+    LANES: constexpr,
 ) -> None:
-    """Add entries [begin, end) of one rank to the row of the `size` elements from `first`."""
+    """Add entries of one rank to the row of the `size` elements from `first`."""
+    (values, k, indices, width), (first, size), (begin, end) = section, tile, span
     for at in range(begin, end, LANES):
         entry = at + tl.arange(0, LANES)
         there = entry < end
@@ -136,47 +110,42 @@ def add_entries(
 
 @triton.jit
 def add_ranks(
-    gathered: tl.tensor,
-    table: tl.tensor,
-    t: tl.tensor,
-    tile: tl.tensor,
-    first: tl.tensor,
-    begins: tl.tensor,
-    row: tl.tensor,
-    tiles: tl.tensor,
-    ranks: tl.tensor,
-    payload_bytes: tl.tensor,
-    OUTPUT: tl.constexpr,
-    VALUES: tl.constexpr,
-    LANES: tl.constexpr,
+    row: tensor,
+    own: tl.tuple,
+    tile: tensor,
+    first: tensor,
+    payloads: tl.tuple,
+    found: tl.tuple,
+    OUTPUT: constexpr,
+    VALUES: constexpr,
+    LANES: constexpr,
 ) -> None:
     """Add the entries of a tile to its row, rank after rank."""
-    width, k = number(table, t, WIDTH), number(table, t, K)
-    values = gathered + field(table, t, VALUE_AT)
-    indices = gathered + field(table, t, INDEX_AT)
+    (table, t), (gathered, ranks, payload_bytes), (begins, tiles) = own, payloads, found
+    width, k = number(table, t, "width"), number(table, t, "k")
+    values = gathered + field(table, t, "value_at")
+    indices = gathered + field(table, t, "index_at")
     wide = payload_bytes.to(tl.int64)
-    size = tl.minimum(number(table, t, NUMEL) - first, OUTPUT)
+    size = tl.minimum(number(table, t, "numel") - first, OUTPUT)
     for rank in range(ranks):
         here = begins + (rank * tiles + tile) * 2
-        begin, end = tl.load(here), tl.load(here + 1)
-        skip = rank * wide
-        add_entries(
-            row, values + skip, k, indices + skip, width, first, size, begin, end, VALUES, LANES,
-        )  # fmt: skip
+        span = tl.load(here), tl.load(here + 1)
+        section = values + rank * wide, k, indices + rank * wide, width
+        add_entries(row, section, (first, size), span, VALUES, LANES)
         tl.debug_barrier()
 
 
 @triton.jit
 def add_dense(
-    values: tl.tensor,
-    lanes: tl.tensor,
-    numel: tl.tensor,
-    ranks: tl.tensor,
-    payload_bytes: tl.tensor,
-    BLOCK: tl.constexpr,
-    VALUES: tl.constexpr,
-) -> tl.tensor:
+    values: tensor,
+    lanes: tensor,
+    numel: tensor,
+    payloads: tl.tuple,
+    BLOCK: constexpr,
+    VALUES: constexpr,
+) -> tensor:
     """The sums over ranks of elements `lanes` of a tensor that is sent whole."""
+    _, ranks, payload_bytes = payloads
     total = tl.zeros([BLOCK], tl.float32)
     wide = payload_bytes.to(tl.int64)
     for rank in range(ranks):
@@ -185,7 +154,7 @@ def add_dense(
 
 
 @triton.jit
-def take_sums(row: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+def take_sums(row: tensor, BLOCK: constexpr) -> tensor:
     """Load a block of a row, and set it to zero."""
     lanes = tl.arange(0, BLOCK)
     total = tl.load(row + lanes)
@@ -196,14 +165,10 @@ def take_sums(row: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def write_scaled(
-    address: tl.tensor,
-    dtype: tl.tensor,
-    at: tl.tensor,
-    values: tl.tensor,
-    mask: tl.tensor,
-    KIND: tl.constexpr,
+    target: tl.tuple, at: tensor, values: tensor, mask: tensor, KIND: constexpr
 ) -> None:
     """Write float32 values to elements `at` of a gradient, rounded to its dtype."""
+    address, dtype = target
     if (KIND == 0) | ((KIND == 3) & (dtype == 0)):
         pointers = address.to(tl.pointer_type(tl.float16)) + at
         tl.store(pointers, values.to(tl.float16), mask=mask)
@@ -216,102 +181,91 @@ def write_scaled(
 
 @triton.jit
 def write_block(
-    address: tl.tensor,
-    dtype: tl.tensor,
-    at: tl.tensor,
-    values: tl.tensor,
-    numel: tl.tensor,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    target: tl.tuple, at: tensor, values: tensor, numel: tensor, KIND: constexpr, BLOCK: constexpr
 ) -> None:
     """Write the block from element `at`: by wide accesses if it is whole and aligned."""
+    address, dtype = target
     lanes = at + tl.arange(0, BLOCK)
     if (address % 16 == 0) & (at + BLOCK <= numel):
         lanes = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
-        write_scaled(tl.multiple_of(address, 16), dtype, lanes, values, None, KIND)
+        write_scaled((tl.multiple_of(address, 16), dtype), lanes, values, None, KIND)
     else:
-        write_scaled(address, dtype, lanes, values, lanes < numel, KIND)
+        write_scaled(target, lanes, values, lanes < numel, KIND)
 
 
 @triton.jit
 def gather_tile(
-    table: tl.tensor,
-    t: tl.tensor,
-    tile: tl.tensor,
-    address: tl.tensor,
-    gathered: tl.tensor,
-    begins: tl.tensor,
-    row: tl.tensor,
-    tiles: tl.tensor,
-    ranks: tl.tensor,
-    payload_bytes: tl.tensor,
-    bad: tl.tensor,
-    scale: tl.tensor,
-    KIND: tl.constexpr,
-    VALUES: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
+    own: tl.tuple,
+    tile: tensor,
+    address: tensor,
+    row: tensor,
+    payloads: tl.tuple,
+    found: tl.tuple,
+    bad: tensor,
+    scale: tensor,
+    KIND: constexpr,
+    VALUES: constexpr,
+    OUTPUT: constexpr,
+    BLOCK: constexpr,
+    LANES: constexpr,
 ) -> None:
     """Decode one tile of a gradient, to NaN if `bad`. The row is zeros before and after."""
-    width, numel, dtype = number(table, t, WIDTH), number(table, t, NUMEL), number(table, t, DTYPE)
-    first = (tile - number(table, t, TILE0)) * OUTPUT
-    values = gathered + field(table, t, VALUE_AT)
+    table, t = own
+    width, numel = number(table, t, "width"), number(table, t, "numel")
+    target = address, number(table, t, "dtype")
+    first = (tile - number(table, t, "tile0")) * OUTPUT
+    values = payloads[0] + field(table, t, "value_at")
     if (width > 0) & (bad == 0):
-        add_ranks(
-            gathered, table, t, tile, first, begins, row, tiles, ranks, payload_bytes,
-            OUTPUT, VALUES, LANES,
-        )  # fmt: skip
+        add_ranks(row, own, tile, first, payloads, found, OUTPUT, VALUES, LANES)
     for at in range(0, tl.minimum(OUTPUT, numel - first), BLOCK):
         if bad == 1:
             total = tl.full([BLOCK], float("nan"), tl.float32)
         elif width == 0:
             lanes = first + at + tl.arange(0, BLOCK)
-            total = add_dense(values, lanes, numel, ranks, payload_bytes, BLOCK, VALUES)
+            total = add_dense(values, lanes, numel, payloads, BLOCK, VALUES)
         else:
             total = take_sums(row + tl.multiple_of(at, BLOCK), BLOCK)
-        write_block(address, dtype, first + at, total * scale, numel, KIND, BLOCK)
+        write_block(target, first + at, total * scale, numel, KIND, BLOCK)
     tl.debug_barrier()
 
 
 @triton.jit
 def gather(
-    table: tl.tensor,
-    owners: tl.tensor,
-    addresses: tl.tensor,
-    gathered: tl.tensor,
-    begins: tl.tensor,
-    rows: tl.tensor,
-    tiles: tl.tensor,
-    ranks: tl.tensor,
-    payload_bytes: tl.tensor,
-    flags_at: tl.tensor,
-    scale: tl.tensor,
-    KIND: tl.constexpr,
-    VALUES: tl.constexpr,
-    RANKS_ROOM: tl.constexpr,
-    STEPS: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
+    table: tensor,
+    owners: tensor,
+    addresses: tensor,
+    gathered: tensor,
+    begins: tensor,
+    rows: tensor,
+    tiles: tensor,
+    ranks: tensor,
+    payload_bytes: tensor,
+    flags_at: tensor,
+    scale: tensor,
+    KIND: constexpr,
+    VALUES: constexpr,
+    RANKS_ROOM: constexpr,
+    STEPS: constexpr,
+    OUTPUT: constexpr,
+    BLOCK: constexpr,
+    LANES: constexpr,
 ) -> None:
     """Decode a bucket: one program decodes many tiles.
 
     begins: [ranks, tiles, 2]; rows: [programs, OUTPUT].
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
+    payloads, found = (gathered, ranks, payload_bytes), (begins, tiles)
     row = rows + program.to(tl.int64) * OUTPUT
     for at in range(0, OUTPUT, BLOCK):
         tl.store(row + at + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32))
     if STEPS > 0:
-        locate(
-            table, owners, gathered, begins, tiles, ranks, payload_bytes, STEPS, OUTPUT, LANES
-        )  # fmt: skip
+        locate((table, owners), payloads, found, STEPS, OUTPUT, LANES)
     tl.debug_barrier()
     for tile in range(program, tiles, programs):
         t = tl.load(owners + tile)
-        bad = poisoned(gathered + flags_at, t, ranks, payload_bytes, RANKS_ROOM)
+        bad = poisoned(gathered + flags_at, t, payloads, RANKS_ROOM)
         gather_tile(
-            table, t, tile, tl.load(addresses + t), gathered, begins, row, tiles, ranks,
-            payload_bytes, bad, scale, KIND, VALUES, OUTPUT, BLOCK, LANES,
+            (table, t), tile, tl.load(addresses + t), row, payloads, found, bad, scale,
+            KIND, VALUES, OUTPUT, BLOCK, LANES,
         )  # fmt: skip

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
-from horovod_topk.kernels.triton.topk.brackets import bracket
 from horovod_topk.kernels.triton.topk.numbers import (
     ABOVE,
-    CHUNK0,
-    CHUNKS,
+    BIN,
+    BIN_BITS,
+    BINS,
+    CARRIED,
     HALF,
+    INFINITY,
     INSIDE,
     NONFINITE,
-    NUMEL,
-    RUN0,
-    START,
+    NOWHERE,
     STATS,
     magnitude,
     number,
@@ -33,39 +34,112 @@ from horovod_topk.kernels.triton.topk.numbers import (
 
 TOP, BETWEEN, BOTTOM = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # counts after ABOVE
 COUNTS = tl.constexpr(4)  # counts for each run
+FEW = tl.constexpr(4096)  # elements of a small sample, which needs fewer registers
+BLOCK = tl.constexpr(256)  # chunks whose histograms are added at once
+
+
+@triton.jit
+def ranked(keys: tensor, rank: tensor) -> tensor:
+    """Return the rank-th largest key; rank 1 is the largest."""
+    found = 0
+    for step in range(31):
+        trial = found | (1 << (30 - step))
+        reached = tl.sum((keys >= trial).to(tl.int32), 0)
+        found = tl.where(reached >= rank, trial, found)
+    return found
+
+
+@triton.jit
+def from_sample(
+    table: tensor, t: tensor, products: tensor, LANES: constexpr
+) -> tuple[tensor, tensor]:
+    """Bracket by two ranks in a sample: of the first `taken` of every `stride` elements."""
+    elements, stride = products + number(table, t, "start"), number(table, t, "stride")
+    taken, count = number(table, t, "taken"), number(table, t, "count")
+    rank_low, rank_high = number(table, t, "rank_low"), number(table, t, "rank_high")
+    lanes = tl.arange(0, LANES)
+    places = lanes // taken * stride + lanes % taken
+    a = tl.load(elements + places, mask=lanes < count, other=0.0)
+    keys = tl.where(lanes < count, magnitude(a), -1)
+    bottom, top = 0, INFINITY
+    if rank_low > 0:
+        bottom = ranked(keys, rank_low)
+    if rank_high == rank_low:
+        top = bottom
+    elif rank_high > 0:
+        top = ranked(keys, rank_high)
+    return bottom, top
+
+
+@triton.jit
+def from_counts(
+    own: tl.tuple, stats: tensor, histograms: tensor, low: tensor, crowd: tensor
+) -> tuple[tensor, tensor, tensor]:
+    """Return (whether one bin has the threshold, its lowest key, its highest key)."""
+    table, t = own
+    chunk0, chunks = number(table, t, "chunk0"), number(table, t, "chunks")
+    stats, histograms, k = stats + chunk0 * STATS, histograms + chunk0 * BINS, number(table, t, "k")
+    rows, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
+    counts, above = tl.zeros([BINS], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for at in range(0, chunks, BLOCK):
+        row = at + rows
+        above += tl.load(stats + row * STATS + ABOVE, mask=row < chunks, other=0)
+        places = histograms + row[:, None] * BINS + bins[None, :]
+        block = tl.load(places, mask=(row < chunks)[:, None] & (bins < BINS)[None, :], other=0)
+        counts += tl.sum(block.to(tl.int32), 0)
+    reached = tl.sum(above, 0) + tl.sum(counts, 0) - tl.cumsum(counts, 0)  # by higher bins
+    here = (reached < k) & (k <= reached + counts)
+    found = tl.sum(here.to(tl.int32), 0) > 0
+    few = tl.sum(tl.where(here, counts, 0), 0) <= crowd
+    bottom = low + (tl.sum(tl.where(here, bins, 0), 0) << BIN_BITS)
+    return (found & few).to(tl.int32), bottom, bottom + BIN - 1
+
+
+@triton.jit
+def bracket(
+    table: tensor,
+    t: tensor,
+    carried: tensor,
+    products: tensor,
+    stats: tensor,
+    histograms: tensor,
+    crowd: tensor,
+    SAMPLE: constexpr,
+) -> tuple[tensor, tensor, tensor]:
+    """Return (whether it is part of the carried bracket, lowest key, highest key) of tensor `t`."""
+    hit, bottom, top = 0, 0, 0
+    if number(table, t, "rule") == CARRIED:
+        low = tl.load(carried + t)
+        if low < NOWHERE:
+            hit, bottom, top = from_counts((table, t), stats, histograms, low, crowd)
+    if hit == 0:
+        if number(table, t, "count") <= FEW:
+            bottom, top = from_sample(table, t, products, FEW)
+        else:
+            bottom, top = from_sample(table, t, products, SAMPLE)
+    return hit, bottom, top
 
 
 @triton.jit
 def tally(
-    key: tl.tensor,
-    bottom: tl.tensor,
-    top: tl.tensor,
-    aside: tl.tensor,
-    above: tl.tensor,
-    at_top: tl.tensor,
-    between: tl.tensor,
-    at_bottom: tl.tensor,
-    ROOM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    key: tensor, ends: tl.tuple, aside: tensor, counts: tl.tuple, ROOM: constexpr
+) -> tuple[tensor, tensor, tensor, tensor]:
     """Add some keys of a run (-1: none) to its four counts; store those between the ends."""
-    ends = (key > top).to(tl.int32) + ((key == top).to(tl.int32) << 16)
+    (bottom, top), (above, at_top, between, at_bottom) = ends, counts
+    high = (key > top).to(tl.int32) + ((key == top).to(tl.int32) << 16)
     mine = (key > bottom) & (key < top)
     rest = mine.to(tl.int32) + (((key == bottom) & (bottom < top)).to(tl.int32) << 16)
     at = between + (tl.cumsum(rest, 0) & HALF) - 1
     tl.store(aside + at, key, mask=mine & (at < ROOM))
-    ends, rest = tl.sum(ends, 0), tl.sum(rest, 0)
-    return (
-        above + (ends & HALF),
-        at_top + (ends >> 16),
-        between + (rest & HALF),
-        at_bottom + (rest >> 16),
-    )
+    high, rest = tl.sum(high, 0), tl.sum(rest, 0)
+    above, at_top = above + (high & HALF), at_top + (high >> 16)
+    return above, at_top, between + (rest & HALF), at_bottom + (rest >> 16)
 
 
 @triton.jit
 def kept(
-    stats: tl.tensor, chunk0: tl.tensor, chunks: tl.tensor, CHUNKS_ROOM: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+    stats: tensor, chunk0: tensor, chunks: tensor, CHUNKS_ROOM: constexpr
+) -> tuple[tensor, tensor]:
     """(keys above the carried bracket in a run's chunks, most keys that one chunk stored)."""
     lanes = tl.arange(0, CHUNKS_ROOM)
     rows = stats + (chunk0 + lanes) * STATS
@@ -76,28 +150,26 @@ def kept(
 
 @triton.jit
 def narrow_run(
-    table: tl.tensor,
-    run: tl.tensor,
-    t: tl.tensor,
-    hit: tl.tensor,
-    bottom: tl.tensor,
-    top: tl.tensor,
-    products: tl.tensor,
-    stats: tl.tensor,
-    slots: tl.tensor,
-    counts: tl.tensor,
-    aside: tl.tensor,
-    CHUNK: tl.constexpr,
-    SLOT: tl.constexpr,
-    RUN_CHUNKS: tl.constexpr,
-    CHUNKS_ROOM: tl.constexpr,
-    ROOM: tl.constexpr,
-    LANES: tl.constexpr,
+    own: tl.tuple,
+    run: tensor,
+    hit: tensor,
+    ends: tl.tuple,
+    products: tensor,
+    chunks_of: tl.tuple,
+    counts: tensor,
+    aside: tensor,
+    CHUNK: constexpr,
+    SLOT: constexpr,
+    RUN_CHUNKS: constexpr,
+    CHUNKS_ROOM: constexpr,
+    ROOM: constexpr,
+    LANES: constexpr,
 ) -> None:
     """The counts of one run and the keys between, from the stored keys if all were stored."""
-    place = run - number(table, t, RUN0)
-    chunk0 = number(table, t, CHUNK0) + place * RUN_CHUNKS
-    chunks = tl.minimum(RUN_CHUNKS, number(table, t, CHUNKS) - place * RUN_CHUNKS)
+    (table, t), (stats, slots) = own, chunks_of
+    place = run - number(table, t, "run0")
+    chunk0 = number(table, t, "chunk0") + place * RUN_CHUNKS
+    chunks = tl.minimum(RUN_CHUNKS, number(table, t, "chunks") - place * RUN_CHUNKS)
     above, fullest = kept(stats, chunk0, chunks, CHUNKS_ROOM)
     at_top, between, at_bottom = 0, 0, 0
     lanes = tl.arange(0, LANES)
@@ -109,19 +181,19 @@ def narrow_run(
             valid &= room < inside
             key = tl.load(slots + chunk.to(tl.int64) * SLOT + room, mask=valid, other=-1)
             above, at_top, between, at_bottom = tally(
-                key, bottom, top, aside, above, at_top, between, at_bottom, ROOM
+                key, ends, aside, (above, at_top, between, at_bottom), ROOM
             )
     else:
         above = 0
-        elements = products + number(table, t, START)
+        elements = products + number(table, t, "start")
         first = place * RUN_CHUNKS * CHUNK
-        last = tl.minimum(first + RUN_CHUNKS * CHUNK, number(table, t, NUMEL))
+        last = tl.minimum(first + RUN_CHUNKS * CHUNK, number(table, t, "numel"))
         for at in range(first, last, LANES):
             valid = at + lanes < last
             a = tl.load(elements + at + lanes, mask=valid, other=0.0)
             key = tl.where(valid, magnitude(a), -1)
             above, at_top, between, at_bottom = tally(
-                key, bottom, top, aside, above, at_top, between, at_bottom, ROOM
+                key, ends, aside, (above, at_top, between, at_bottom), ROOM
             )
     for at in range(0, ROOM, LANES):  # fill up with zeros: the third pass reads whole rows
         empty = (at + lanes >= between) & (at + lanes < ROOM)
@@ -135,18 +207,18 @@ def narrow_run(
 
 @triton.jit
 def flag(
-    table: tl.tensor,
-    owners: tl.tensor,
-    stats: tl.tensor,
-    flags: tl.tensor,
-    byte: tl.tensor,
-    tensors: tl.tensor,
-    LANES: tl.constexpr,
+    table: tensor,
+    owners: tensor,
+    stats: tensor,
+    flags: tensor,
+    byte: tensor,
+    tensors: tensor,
+    LANES: constexpr,
 ) -> None:
     """Write one byte of the non-finite flags: for eight tensors, whose chunks are consecutive."""
     final = tl.minimum(byte * 8 + 7, tensors - 1)
-    first = number(table, byte * 8, CHUNK0)
-    last = number(table, final, CHUNK0) + number(table, final, CHUNKS)
+    first = number(table, byte * 8, "chunk0")
+    last = number(table, final, "chunk0") + number(table, final, "chunks")
     bits = tl.zeros([LANES], tl.int32)
     for at in range(first, last, LANES):
         chunk = at + tl.arange(0, LANES)
@@ -161,41 +233,39 @@ def flag(
 
 @triton.jit
 def narrow(
-    table: tl.tensor,
-    chunk_owners: tl.tensor,
-    run_owners: tl.tensor,
-    carried: tl.tensor,
-    products: tl.tensor,
-    flags: tl.tensor,
-    stats: tl.tensor,
-    slots: tl.tensor,
-    histograms: tl.tensor,
-    brackets: tl.tensor,
-    counts: tl.tensor,
-    asides: tl.tensor,
-    runs: tl.tensor,
-    tensors: tl.tensor,
-    crowd: tl.tensor,
-    CHUNK: tl.constexpr,
-    SLOT: tl.constexpr,
-    RUN_CHUNKS: tl.constexpr,
-    CHUNKS_ROOM: tl.constexpr,
-    ROOM: tl.constexpr,
-    LANES: tl.constexpr,
-    SAMPLE: tl.constexpr,
+    table: tensor,
+    chunk_owners: tensor,
+    run_owners: tensor,
+    carried: tensor,
+    products: tensor,
+    flags: tensor,
+    stats: tensor,
+    slots: tensor,
+    histograms: tensor,
+    brackets: tensor,
+    counts: tensor,
+    asides: tensor,
+    runs: tensor,
+    tensors: tensor,
+    crowd: tensor,
+    CHUNK: constexpr,
+    SLOT: constexpr,
+    RUN_CHUNKS: constexpr,
+    CHUNKS_ROOM: constexpr,
+    ROOM: constexpr,
+    LANES: constexpr,
+    SAMPLE: constexpr,
 ) -> None:
     """The kernel of the second pass. brackets: [T, 2]; asides: [runs, ROOM]."""
     run = tl.program_id(0)
     if run < runs:
         t = tl.load(run_owners + run)
-        hit, bottom, top = bracket(
-            table, t, carried, products, stats, histograms, crowd, SAMPLE
-        )  # fmt: skip
-        if run == number(table, t, RUN0):
+        hit, bottom, top = bracket(table, t, carried, products, stats, histograms, crowd, SAMPLE)
+        if run == number(table, t, "run0"):
             tl.store(brackets + t * 2, bottom)
             tl.store(brackets + t * 2 + 1, top)
         narrow_run(
-            table, run, t, hit, bottom, top, products, stats, slots, counts,
+            (table, t), run, hit, (bottom, top), products, (stats, slots), counts,
             asides + run.to(tl.int64) * ROOM, CHUNK, SLOT, RUN_CHUNKS, CHUNKS_ROOM, ROOM, LANES,
         )  # fmt: skip
     else:

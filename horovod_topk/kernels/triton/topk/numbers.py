@@ -13,25 +13,6 @@ import triton.language as tl
 from horovod_topk.kernels.triton.topk import tables
 
 COLUMNS = tl.constexpr(len(tables.COLUMNS))
-NUMEL = tl.constexpr(tables.COLUMNS.index("numel"))
-K = tl.constexpr(tables.COLUMNS.index("k"))
-START = tl.constexpr(tables.COLUMNS.index("start"))
-WIDTH = tl.constexpr(tables.COLUMNS.index("width"))
-VALUE_AT = tl.constexpr(tables.COLUMNS.index("value_at"))
-INDEX_AT = tl.constexpr(tables.COLUMNS.index("index_at"))
-DTYPE = tl.constexpr(tables.COLUMNS.index("dtype"))
-CHUNK0 = tl.constexpr(tables.COLUMNS.index("chunk0"))
-CHUNKS = tl.constexpr(tables.COLUMNS.index("chunks"))
-RUN0 = tl.constexpr(tables.COLUMNS.index("run0"))
-RUNS = tl.constexpr(tables.COLUMNS.index("runs"))
-TILE0 = tl.constexpr(tables.COLUMNS.index("tile0"))
-PARCEL0 = tl.constexpr(tables.COLUMNS.index("parcel0"))
-RULE = tl.constexpr(tables.COLUMNS.index("rule"))
-STRIDE = tl.constexpr(tables.COLUMNS.index("stride"))
-TAKEN = tl.constexpr(tables.COLUMNS.index("taken"))
-COUNT = tl.constexpr(tables.COLUMNS.index("count"))
-RANK_LOW = tl.constexpr(tables.COLUMNS.index("rank_low"))
-RANK_HIGH = tl.constexpr(tables.COLUMNS.index("rank_high"))
 CARRIED = tl.constexpr(tables.CARRIED)
 SAMPLED = tl.constexpr(tables.SAMPLED)
 
@@ -47,16 +28,22 @@ ABOVE, INSIDE, NONFINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # 
 STATS = tl.constexpr(4)  # numbers for each chunk
 
 
+@triton.constexpr_function
+def place(column: str) -> int:
+    """The position of a column in a table's row."""
+    return list(tables.COLUMNS).index(column)
+
+
 @triton.jit
-def field(table: tl.tensor, t: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
+def field(table: tl.tensor, t: tl.tensor, column: tl.constexpr) -> tl.tensor:
     """Load one column of tensor `t` from the table, int64."""
-    return tl.load(table + t * COLUMNS + COLUMN)
+    return tl.load(table + t * COLUMNS + place(column))
 
 
 @triton.jit
-def number(table: tl.tensor, t: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
+def number(table: tl.tensor, t: tl.tensor, column: tl.constexpr) -> tl.tensor:
     """Load one column of tensor `t` that is below 2**31, int32."""
-    return tl.load(table + t * COLUMNS + COLUMN).to(tl.int32)
+    return field(table, t, column).to(tl.int32)
 
 
 @triton.jit

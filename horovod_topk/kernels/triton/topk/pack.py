@@ -21,12 +21,6 @@ from horovod_topk.kernels.triton.topk.formats import (
     words_at,
 )
 from horovod_topk.kernels.triton.topk.numbers import (
-    INDEX_AT,
-    PARCEL0,
-    START,
-    VALUE_AT,
-    WIDTH,
-    K,
     field,
     number,
 )
@@ -45,20 +39,20 @@ def pack(
     """Encode the entries of one parcel, which has ROWS blocks: the kernel of the fourth pass."""
     parcel = tl.program_id(0)
     t = tl.load(owners + parcel)
-    k, width = number(table, t, K), number(table, t, WIDTH)
-    row0 = (parcel - number(table, t, PARCEL0)) * ROWS
+    k, width = number(table, t, "k"), number(table, t, "width")
+    row0 = (parcel - number(table, t, "parcel0")) * ROWS
     entry = (row0 + tl.arange(0, ROWS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = entry < k
-    indices = payload + field(table, t, INDEX_AT)
+    indices = payload + field(table, t, "index_at")
     if width == 0:
         place = entry
     elif width == 2:
         place = halves_at(indices, entry, there)
     else:
         place = words_at(indices, entry, there)
-    elements = candidate + number(table, t, START) + place
+    elements = candidate + number(table, t, "start") + place
     a = tl.load(elements, mask=there, other=0.0)
-    values = payload + field(table, t, VALUE_AT)
+    values = payload + field(table, t, "value_at")
     if VALUES <= BFLOAT16:
         sent = pack_floats(values, entry, a, there, VALUES)
     elif VALUES == INT8:

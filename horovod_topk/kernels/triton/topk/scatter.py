@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 from horovod_topk.kernels.triton.topk.narrow import BETWEEN, BOTTOM, COUNTS, TOP
 from horovod_topk.kernels.triton.topk.numbers import (
@@ -18,17 +19,9 @@ from horovod_topk.kernels.triton.topk.numbers import (
     BRACKET,
     CARRIED,
     HALF,
-    INDEX_AT,
     INFINITY,
     NOWHERE,
-    NUMEL,
-    RULE,
-    RUN0,
-    RUNS,
     SAMPLED,
-    START,
-    WIDTH,
-    K,
     field,
     magnitude,
     number,
@@ -39,8 +32,8 @@ ROWS = tl.constexpr(256)  # runs whose counts are added at once
 
 @triton.jit
 def totals(
-    counts: tl.tensor, runs: tl.tensor, place: tl.tensor, COLUMN: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    counts: tensor, runs: tensor, place: tensor, COLUMN: constexpr
+) -> tuple[tensor, tensor, tensor]:
     """One count of a tensor's runs: (sum of all, sum of those before `place`, largest)."""
     both, before, most = (
         tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32),
@@ -55,43 +48,35 @@ def totals(
 
 
 @triton.jit
-def keys_at(
-    lanes: tl.tensor,
-    size: tl.tensor,
-    shift: tl.tensor,
-    aside: tl.tensor,
-    elements: tl.tensor,
-    ROOM: tl.constexpr,
-) -> tl.tensor:
+def keys_at(lanes: tensor, keys: tl.tuple, ROOM: constexpr) -> tensor:
     """Keys to search: stored keys, 2**shift for each run, or those of all elements if shift < 0."""
+    size, shift, aside, elements = keys
     if shift >= 0:
         width = tl.maximum(shift, 0)
         place = (lanes >> width).to(tl.int64) * ROOM + (lanes & ((1 << width) - 1))
-        keys = tl.load(aside + place, mask=lanes < size, other=0)
+        found = tl.load(aside + place, mask=lanes < size, other=0)
     else:
         a = tl.load(elements + lanes, mask=lanes < size, other=0.0)
-        keys = tl.where(lanes < size, magnitude(a), -1)
-    return keys
+        found = tl.where(lanes < size, magnitude(a), -1)
+    return found
 
 
 @triton.jit
 def search(
-    rank: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    size: tl.tensor,
-    limit: tl.tensor,
-    shift: tl.tensor,
-    aside: tl.tensor,
-    elements: tl.tensor,
-    ROOM: tl.constexpr,
-    LANES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    rank: tensor,
+    low: tensor,
+    high: tensor,
+    limit: tensor,
+    keys: tl.tuple,
+    ROOM: constexpr,
+    LANES: constexpr,
+) -> tuple[tensor, tensor, tensor, tensor]:
     """The rank-th largest key, known to be in [low, high): two bits of it in each iteration.
 
     Returns the key, how many keys exceed it, how many of these are before lane `limit`, and how
-    many equal keys are.
+    many equal keys are. keys: see `keys_at`.
     """
+    size = keys[0]
     while high - low > 1:
         step = tl.maximum((high - low) >> 2, 1)
         one, two, three = low + step, low + 2 * step, low + 3 * step
@@ -100,7 +85,7 @@ def search(
         )  # fmt: skip
         for at in range(0, size, LANES):
             lanes = at + tl.arange(0, LANES)
-            key = keys_at(lanes, size, shift, aside, elements, ROOM)
+            key = keys_at(lanes, keys, ROOM)
             ones += (key >= one).to(tl.int32)
             twos += (key >= two).to(tl.int32)
             threes += (key >= three).to(tl.int32)
@@ -115,7 +100,7 @@ def search(
     )  # fmt: skip
     for at in range(0, size, LANES):
         lanes = at + tl.arange(0, LANES)
-        key = keys_at(lanes, size, shift, aside, elements, ROOM)
+        key = keys_at(lanes, keys, ROOM)
         more += (key > low).to(tl.int32)
         more_before += ((key > low) & (lanes < limit)).to(tl.int32)
         same_before += ((key == low) & (lanes < limit)).to(tl.int32)
@@ -124,25 +109,25 @@ def search(
 
 @triton.jit
 def decide(
-    table: tl.tensor,
-    t: tl.tensor,
-    place: tl.tensor,
-    brackets: tl.tensor,
-    counts: tl.tensor,
-    asides: tl.tensor,
-    elements: tl.tensor,
-    RUN: tl.constexpr,
-    ROOM: tl.constexpr,
-    LANES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    table: tensor,
+    t: tensor,
+    place: tensor,
+    brackets: tensor,
+    counts: tensor,
+    asides: tensor,
+    elements: tensor,
+    RUN: constexpr,
+    ROOM: constexpr,
+    LANES: constexpr,
+) -> tuple[tensor, tensor, tensor, tensor, tensor]:
     """Which elements are sent: keys above a threshold, and the first other candidates up to k.
 
     Returns the threshold, the least key of other candidates (the threshold itself for exact
     selection), how many keys exceed the threshold, and how many of these and of the other
     candidates are in the runs before `place`.
     """
-    k, numel, run0 = number(table, t, K), number(table, t, NUMEL), number(table, t, RUN0)
-    runs = number(table, t, RUNS)
+    k, numel, run0 = number(table, t, "k"), number(table, t, "numel"), number(table, t, "run0")
+    runs = number(table, t, "runs")
     bottom, top = tl.load(brackets + t * 2), tl.load(brackets + t * 2 + 1)
     mine = counts + run0 * COUNTS
     above, above_before, _ = totals(mine, runs, place, ABOVE)
@@ -150,7 +135,7 @@ def decide(
     between, between_before, most = totals(mine, runs, place, BETWEEN)
     at_bottom, bottom_before, _ = totals(mine, runs, place, BOTTOM)
     with_top, with_all = above + at_top, above + at_top + between + at_bottom
-    if (number(table, t, RULE) == SAMPLED) & (2 * with_all >= k) & (with_all <= k):
+    if (number(table, t, "rule") == SAMPLED) & (2 * with_all >= k) & (with_all <= k):
         threshold, least, more = bottom - 1, 0, with_all
         more_before = above_before + top_before + between_before + bottom_before
         same_before = place * RUN - more_before
@@ -177,10 +162,10 @@ def decide(
                     shift += 1
                 rank, size, limit = k - with_top, runs << shift, place << shift
                 exceeding, exceeding_before = with_top, above_before + top_before
+        keys = size, shift, asides + run0.to(tl.int64) * ROOM, elements
         threshold, more, more_before, same_before = search(
-            rank, low, high, size, limit, shift, asides + run0.to(tl.int64) * ROOM,
-            elements, ROOM, LANES,
-        )  # fmt: skip
+            rank, low, high, limit, keys, ROOM, LANES
+        )
         least = threshold
         more += exceeding
         more_before += exceeding_before
@@ -189,23 +174,20 @@ def decide(
 
 @triton.jit
 def send_tile(
-    a: tl.tensor,
-    indices: tl.tensor,
-    width: tl.tensor,
-    at: tl.tensor,
-    last: tl.tensor,
-    threshold: tl.tensor,
-    least: tl.tensor,
-    quota: tl.tensor,
-    more: tl.tensor,
-    same: tl.tensor,
-    LANES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    a: tensor,
+    target: tl.tuple,
+    at: tensor,
+    last: tensor,
+    cut: tl.tuple,
+    counts: tl.tuple,
+    LANES: constexpr,
+) -> tuple[tensor, tensor]:
     """Write the indices of a tile's entries.
 
     Keys above the threshold and other candidates before the tile number `more` and `same`. Returns
     both counts with the tile's own added.
     """
+    (indices, width), (threshold, least, quota), (more, same) = target, cut, counts
     lanes = at + tl.arange(0, LANES)
     key = tl.where(lanes < last, magnitude(a), -2)
     sure = key > threshold
@@ -225,21 +207,18 @@ def send_tile(
 
 @triton.jit
 def send_run(
-    products: tl.tensor,
-    start: tl.tensor,
-    indices: tl.tensor,
-    width: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    threshold: tl.tensor,
-    least: tl.tensor,
-    quota: tl.tensor,
-    more: tl.tensor,
-    same: tl.tensor,
-    LANES: tl.constexpr,
+    products: tensor,
+    start: tensor,
+    target: tl.tuple,
+    first: tensor,
+    last: tensor,
+    cut: tl.tuple,
+    counts: tl.tuple,
+    LANES: constexpr,
 ) -> None:
     """Write indices among elements [first, last): whole tiles by wide, prefetched loads."""
     lanes, whole, mine = tl.arange(0, LANES), first, products + start
+    more, same = counts
     if start % 4 == 0:
         whole = first + (last - first) // LANES * LANES
     if whole > first:
@@ -248,45 +227,39 @@ def send_run(
         for at in range(first, whole, LANES):
             following = tl.minimum(at + LANES, whole - LANES)
             coming = tl.load(wide + tl.multiple_of(following, LANES))
-            more, same = send_tile(
-                a, indices, width, at, last, threshold, least, quota, more, same, LANES
-            )  # fmt: skip
+            more, same = send_tile(a, target, at, last, cut, (more, same), LANES)
             a = coming
     for at in range(whole, last, LANES):
         a = tl.load(mine + at + lanes, mask=at + lanes < last, other=0.0)
-        more, same = send_tile(
-            a, indices, width, at, last, threshold, least, quota, more, same, LANES
-        )  # fmt: skip
+        more, same = send_tile(a, target, at, last, cut, (more, same), LANES)
 
 
 @triton.jit
 def scatter(
-    table: tl.tensor,
-    run_owners: tl.tensor,
-    carried: tl.tensor,
-    products: tl.tensor,
-    payload: tl.tensor,
-    brackets: tl.tensor,
-    counts: tl.tensor,
-    asides: tl.tensor,
-    RUN: tl.constexpr,
-    ROOM: tl.constexpr,
-    LANES: tl.constexpr,
+    table: tensor,
+    run_owners: tensor,
+    carried: tensor,
+    products: tensor,
+    payload: tensor,
+    brackets: tensor,
+    counts: tensor,
+    asides: tensor,
+    RUN: constexpr,
+    ROOM: constexpr,
+    LANES: constexpr,
 ) -> None:
     """Write the indices of one run. The first run of a tensor stores the next step's bracket."""
     run = tl.program_id(0)
     t = tl.load(run_owners + run)
-    start, place = number(table, t, START), run - number(table, t, RUN0)
+    start, place = number(table, t, "start"), run - number(table, t, "run0")
     threshold, least, more, more_before, same_before = decide(
         table, t, place, brackets, counts, asides, products + start, RUN, ROOM, LANES
     )
-    if (place == 0) & (number(table, t, RULE) == CARRIED) & (threshold < INFINITY):
+    if (place == 0) & (number(table, t, "rule") == CARRIED) & (threshold < INFINITY):
         around = tl.maximum(threshold - BRACKET // 2, 1)
         tl.store(carried + t, tl.where(threshold > 0, around, NOWHERE))
     first = place * RUN
-    last = tl.minimum(first + RUN, number(table, t, NUMEL))
-    indices, width = payload + field(table, t, INDEX_AT), number(table, t, WIDTH)
-    send_run(
-        products, start, indices, width, first, last, threshold, least, number(table, t, K) - more,
-        more_before, same_before, LANES,
-    )  # fmt: skip
+    last = tl.minimum(first + RUN, number(table, t, "numel"))
+    target = payload + field(table, t, "index_at"), number(table, t, "width")
+    cut, counts = (threshold, least, number(table, t, "k") - more), (more_before, same_before)
+    send_run(products, start, target, first, last, cut, counts, LANES)

@@ -5,12 +5,17 @@
 If entries are selected by weighted elements, these are written beside the candidate arena. Keys
 near the threshold of the step before are counted and stored, so that the next pass need not read
 all elements again.
+
+Weights are those of `horovod_topk.ops.protocol.Ops.weighted`: a small launch before this pass finds
+the least square that counts in each tensor. This pass then multiplies e + g by weights, and the
+others select by the products.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr, tensor
 
 from horovod_topk.kernels.triton.topk.numbers import (
     ABOVE,
@@ -18,40 +23,72 @@ from horovod_topk.kernels.triton.topk.numbers import (
     BINS,
     BRACKET,
     CARRIED,
-    CHUNK0,
-    DTYPE,
     INFINITY,
     INSIDE,
     NONFINITE,
     NOWHERE,
-    NUMEL,
-    RULE,
-    START,
     STATS,
-    WIDTH,
     gradient,
     magnitude,
     number,
 )
-from horovod_topk.kernels.triton.topk.weigh import weighted
+
+TOP_WEIGHT = tl.constexpr(0x3F800000 // 4 * 5)  # 5/4 of the bits of 1
+MANTISSA = tl.constexpr(23)  # its bits
+BELOW = tl.constexpr(7)  # binary orders of magnitude from the mean to the least square
+ROWS, LEAST_ROW, TAKEN = tl.constexpr(64), tl.constexpr(16), tl.constexpr(16)
+ROOM = tl.constexpr(2048)  # no sample has more elements
+
+
+@triton.jit
+def weigh(table: tensor, squares: tensor, leasts: tensor) -> None:
+    """Store the least square that counts in each tensor, as bits; one program for each tensor.
+
+    squares: addresses of the squares, 0 for a tensor that has none.
+    """
+    t = tl.program_id(0)
+    address, numel = tl.load(squares + t), number(table, t, "numel")
+    stride = tl.maximum(numel // ROWS, LEAST_ROW) | 1
+    count = tl.where(address != 0, numel // stride * TAKEN, 0)
+    lanes = tl.arange(0, ROOM)
+    places = address.to(tl.pointer_type(tl.float32)) + lanes // TAKEN * stride + lanes % TAKEN
+    sample = tl.load(places, mask=lanes < count, other=0.0).to(tl.float64)
+    mean = (tl.sum(sample, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+    bits = mean.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    least = tl.maximum((bits >> MANTISSA) - BELOW, 0) << MANTISSA
+    tl.store(leasts + t, tl.where(bits != 0, least, INFINITY))
+
+
+@triton.jit
+def weighted(a: tensor, squares: tensor, at: tensor, mask: tensor, least: tensor) -> tensor:
+    """Multiply elements `at` of a tensor by their weights; `squares` is an address, or 0."""
+    if squares != 0:
+        pointers = squares.to(tl.pointer_type(tl.int32)) + at
+        if mask is None:
+            bits = tl.load(pointers)
+        else:
+            bits = tl.load(pointers, mask=mask, other=0)
+        bits = tl.maximum(bits & 0x7FFFFFFF, least)
+        weights = -(bits >> 2) + TOP_WEIGHT
+        a = weights.to(tl.float32, bitcast=True) * a
+    return a
 
 
 @triton.jit
 def compensated(
-    residual: tl.tensor,
-    candidate: tl.tensor,
-    address: tl.tensor,
-    dtype: tl.tensor,
-    at: tl.tensor,
-    numel: tl.tensor,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-    WHOLE: tl.constexpr,
-) -> tl.tensor:
+    arenas: tl.tuple,
+    source: tl.tuple,
+    at: tensor,
+    numel: tensor,
+    KIND: constexpr,
+    TILE: constexpr,
+    WHOLE: constexpr,
+) -> tensor:
     """e + g of the tile from element `at`, written to the candidate arena; zeros past the end.
 
     WHOLE: the tile is within the tensor, at addresses that are multiples of 16: wide accesses.
     """
+    (residual, candidate, _), (address, dtype) = arenas, source
     lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
     if WHOLE:
         a = tl.load(residual + lanes) + gradient(
@@ -67,15 +104,9 @@ def compensated(
 
 
 @triton.jit
-def put_aside(
-    key: tl.tensor,
-    low: tl.tensor,
-    slot: tl.tensor,
-    above: tl.tensor,
-    inside: tl.tensor,
-    SLOT: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+def put_aside(key: tensor, near: tl.tuple, counts: tl.tuple, SLOT: constexpr) -> tl.tuple:
     """Append the keys within the carried bracket to a slot; return both counts."""
+    (low, slot), (above, inside) = near, counts
     high = low + BRACKET
     mine = (key >= low) & (key < high)
     at = inside + tl.cumsum(mine.to(tl.int32), 0) - 1
@@ -86,58 +117,56 @@ def put_aside(
 
 @triton.jit
 def add_tile(
-    residual: tl.tensor,
-    candidate: tl.tensor,
-    address: tl.tensor,
-    dtype: tl.tensor,
-    squares: tl.tensor,
-    least: tl.tensor,
-    products: tl.tensor,
-    at: tl.tensor,
-    numel: tl.tensor,
-    low: tl.tensor,
-    slot: tl.tensor,
-    above: tl.tensor,
-    inside: tl.tensor,
-    KIND: tl.constexpr,
-    WEIGHS: tl.constexpr,
-    TILE: tl.constexpr,
-    SLOT: tl.constexpr,
-    WHOLE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add a tile: return both counts, and the largest magnitude of e + g as a key."""
-    a = compensated(residual, candidate, address, dtype, at, numel, KIND, TILE, WHOLE)
+    arenas: tl.tuple,
+    source: tl.tuple,
+    weights: tl.tuple,
+    near: tl.tuple,
+    counts: tl.tuple,
+    at: tensor,
+    numel: tensor,
+    KIND: constexpr,
+    WEIGHS: constexpr,
+    TILE: constexpr,
+    SLOT: constexpr,
+    WHOLE: constexpr,
+) -> tuple[tensor, tensor, tensor]:
+    """Add a tile: return both counts, and the largest magnitude of e + g as a key.
+
+    arenas: of residual, candidate and products. source: a gradient's address and dtype. weights:
+    the squares' address and the least one. near: the carried bracket's lowest key, and its slot.
+    """
+    a = compensated(arenas, source, at, numel, KIND, TILE, WHOLE)
+    above, inside = counts
     key = magnitude(a)
     largest = tl.max(key, 0)  # 0 past the end
     lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
     if WEIGHS:
         mask = None if WHOLE else lanes < numel
-        product = weighted(a, squares, lanes, mask, least)
-        tl.store(products + lanes, product, mask=mask)
+        product = weighted(a, weights[0], lanes, mask, weights[1])
+        tl.store(arenas[2] + lanes, product, mask=mask)
         key = magnitude(product)
     if not WHOLE:
         key = tl.where(lanes < numel, key, -1)
-    if low < NOWHERE:
-        above, inside = put_aside(key, low, slot, above, inside, SLOT)
+    if near[0] < NOWHERE:
+        above, inside = put_aside(key, near, counts, SLOT)
     return above, inside, largest
 
 
 @triton.jit
 def histogram(
-    elements: tl.tensor,
-    slot: tl.tensor,
-    low: tl.tensor,
-    inside: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    TILE: tl.constexpr,
-    SLOT: tl.constexpr,
-) -> tl.tensor:
+    elements: tensor,
+    near: tl.tuple,
+    inside: tensor,
+    span: tl.tuple,
+    TILE: constexpr,
+    SLOT: constexpr,
+) -> tensor:
     """The number of a chunk's keys in each bin of the carried bracket.
 
     This reads what other threads of this program stored: the caller has placed a barrier before it.
     Invalid lanes are counted in bin 0 and subtracted again.
     """
+    (low, slot), (first, last) = near, span
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
     if inside <= SLOT:
@@ -158,23 +187,23 @@ def histogram(
 
 @triton.jit
 def stream(
-    table: tl.tensor,
-    owners: tl.tensor,
-    addresses: tl.tensor,
-    squares: tl.tensor,
-    leasts: tl.tensor,
-    carried: tl.tensor,
-    residual: tl.tensor,
-    candidate: tl.tensor,
-    products: tl.tensor,
-    stats: tl.tensor,
-    slots: tl.tensor,
-    histograms: tl.tensor,
-    KIND: tl.constexpr,
-    WEIGHS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLOT: tl.constexpr,
+    table: tensor,
+    owners: tensor,
+    addresses: tensor,
+    squares: tensor,
+    leasts: tensor,
+    carried: tensor,
+    residual: tensor,
+    candidate: tensor,
+    products: tensor,
+    stats: tensor,
+    slots: tensor,
+    histograms: tensor,
+    KIND: constexpr,
+    WEIGHS: constexpr,
+    TILE: constexpr,
+    CHUNK: constexpr,
+    SLOT: constexpr,
 ) -> None:
     """Add gradients to the residuals of one chunk.
 
@@ -183,30 +212,31 @@ def stream(
     """
     chunk = tl.program_id(0)
     t = tl.load(owners + chunk)
-    numel, start = number(table, t, NUMEL), number(table, t, START)
-    dtype, address = number(table, t, DTYPE), tl.load(addresses + t)
+    numel, start = number(table, t, "numel"), number(table, t, "start")
+    dtype, address = number(table, t, "dtype"), tl.load(addresses + t)
     square, least = address, 0  # not used unless WEIGHS
     if WEIGHS:
         square, least = tl.load(squares + t), tl.load(leasts + t)
-    first = (chunk - number(table, t, CHUNK0)) * CHUNK
+    first = (chunk - number(table, t, "chunk0")) * CHUNK
     last = tl.minimum(first + CHUNK, numel)
     low, largest, above, inside = NOWHERE, 0, 0, 0
-    if (number(table, t, RULE) == CARRIED) & (number(table, t, WIDTH) > 0):
+    if (number(table, t, "rule") == CARRIED) & (number(table, t, "width") > 0):
         low = tl.load(carried + t)
     slot = slots + chunk.to(tl.int64) * SLOT
+    near, source, weights = (low, slot), (address, dtype), (square, least)
+    arenas = residual + start, candidate + start, products + start
     aligned = (address % 16 == 0) & (square % 16 == 0) & (start % 4 == 0)
     for at in range(first, last, TILE):
         if aligned & (at + TILE <= numel):
-            from4 = tl.multiple_of(start, 4)
+            four = tl.multiple_of(start, 4)
             above, inside, top = add_tile(
-                residual + from4, candidate + from4, address, dtype, tl.multiple_of(square, 16),
-                least, products + from4, at, numel, low, slot, above, inside,
+                (residual + four, candidate + four, products + four), source,
+                (tl.multiple_of(square, 16), least), near, (above, inside), at, numel,
                 KIND, WEIGHS, TILE, SLOT, True,
             )  # fmt: skip
         else:
             above, inside, top = add_tile(
-                residual + start, candidate + start, address, dtype, square,
-                least, products + start, at, numel, low, slot, above, inside,
+                arenas, source, weights, near, (above, inside), at, numel,
                 KIND, WEIGHS, TILE, SLOT, False,
             )  # fmt: skip
         largest = tl.maximum(largest, top)
@@ -215,7 +245,7 @@ def stream(
         elements = candidate + start
         if WEIGHS:
             elements = products + start
-        counts = histogram(elements, slot, low, inside, first, last, TILE, SLOT)
+        counts = histogram(elements, near, inside, (first, last), TILE, SLOT)
         bins = tl.arange(0, BINS)
         tl.store(histograms + chunk * BINS + bins, counts.to(tl.int16))
     tl.store(stats + chunk * STATS + ABOVE, above)
