@@ -31,6 +31,13 @@ CHOICES = {
 }
 
 Library = ctypes.CDLL
+TYPES: dict[str, type | None] = {
+    "void": None,
+    "int": ctypes.c_int,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
 
 
 @dataclass(frozen=True)
@@ -93,9 +100,7 @@ def _declare(library: Library) -> None:
 def _type_of(declaration: str) -> type | None:
     if "*" in declaration:
         return ctypes.c_char_p if "const char" in declaration else ctypes.c_void_p
-    kinds = {"int": ctypes.c_int, "int64_t": ctypes.c_int64}
-    kinds |= {"float": ctypes.c_float, "double": ctypes.c_double}
-    return kinds.get(declaration.split()[0])  # None: void
+    return TYPES[declaration.split()[0]]
 
 
 class Sgd(ctypes.Structure):

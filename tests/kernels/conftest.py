@@ -1,0 +1,20 @@
+"""What the kernels' tests share: each instruction set of this processor."""
+
+from __future__ import annotations
+
+import pytest
+
+from horovod_topk.kernels import native
+
+ISAS = ("portable", "avx2", "avx512")
+FOUND = native.find()
+
+
+@pytest.fixture(params=ISAS[: ISAS.index(FOUND.description) + 1] if FOUND.library else ISAS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make new buckets use one instruction set."""
+    if FOUND.library is None:
+        pytest.skip(f"no kernels: {FOUND.description}")
+    monkeypatch.setenv("HOROVOD_TOPK_ISA", request.param)
+    assert FOUND.library.topkef_isa().decode() == request.param
+    return str(request.param)
