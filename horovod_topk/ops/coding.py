@@ -14,6 +14,7 @@ takes less than 0.6 bits for each index more than the entropy of k indices among
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from typing import Any
 
@@ -45,6 +46,7 @@ SHARD_BLOCK = 512  # consecutive elements of a shard, so that memory is read in 
 ALWAYS = 255  # code of an element that arrives in every step: 255 phi^(1/4), phi its mean
 FREE = 2.0**20  # largest step of a weight in learning rates, and so finite
 OFTEN = 215  # least code of how often an element arrives, phi, above 1/2: 255 phi^(1/4)
+SAMPLE = 1 << 14  # elements sampled to guess a threshold; smaller tensors need no guess
 _MOST_LOW_BITS = 31
 
 
@@ -81,6 +83,22 @@ def random_index(drawn: Any, numbers: Any, numel: int, shift: Any = operator.rsh
     """`Ops.random_index`, from [k] random numbers of 31 bits, and 0, 1, ... k."""
     ends = numbers * numel // drawn.shape[0]
     return ends[:-1] + shift(drawn * (ends[1:] - ends[:-1]), 31)
+
+
+def sample_rank(count: int, k: int) -> tuple[int, int]:
+    """Length of a row of `Ops.sample`, and r; 0 if r < 32."""
+    stride = max(count // 1024, 2048) | 1
+    expected = k * (count // stride * 16) / count
+    rank = math.floor(expected - 2 * math.sqrt(expected))
+    return stride, rank if rank >= 32 else 0
+
+
+def guess_rank(numel: int, k: int) -> tuple[int, int]:
+    """Step of a strided sample, and the rank in it of what slightly more than k elements reach."""
+    stride = numel // SAMPLE | 1  # odd, so that samples are from different columns
+    taken = -(-numel // stride)
+    expected = k * taken / numel
+    return stride, min(math.ceil(expected + 4 * math.sqrt(expected)) + 1, taken)
 
 
 def scales(kind: str, count: int) -> int:

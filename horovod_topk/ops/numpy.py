@@ -5,7 +5,6 @@ Written for clarity, not speed. Selection is a stable sort by magnitude.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_topk.ops import coding
-from horovod_topk.ops.coding import FLOAT_BITS, SHARD_BLOCK
-from horovod_topk.ops.orthonormal import FactorVerbs
+from horovod_topk.ops.coding import FLOAT_BITS
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import Pick, WithoutKernels
+from horovod_topk.ops.protocol import Pick
+from horovod_topk.ops.verbs import IndexedVerbs
 
 Array = NDArray[Any]
 
@@ -25,7 +24,7 @@ _LARGEST_BFLOAT16 = float.fromhex("0x1.fep127")
 _UNSIGNED = {"int16": "uint16", "int32": "uint32"}
 
 
-class NumpyOps(WithoutKernels, FactorVerbs):
+class NumpyOps(IndexedVerbs):
     """`horovod_topk.ops.Ops` for numpy.ndarray (float16, float32 and float64 gradients)."""
 
     def zeros(self, numel: int, dtype: str, device: str = "cpu") -> Array:
@@ -42,13 +41,6 @@ class NumpyOps(WithoutKernels, FactorVerbs):
     def random_index(self, stream: Stream, numel: int, k: int, device: str = "cpu") -> Array:
         found: Array = coding.random_index(self.random_bits(stream, k, 31), np.arange(k + 1), numel)
         return found
-
-    def view(self, array: Array, start: int, stop: int) -> Array:
-        return array[start:stop]
-
-    def row(self, array: Array, position: int) -> Array:
-        one: Array = array[position]
-        return one
 
     def numel(self, array: Array) -> int:
         return array.size
@@ -108,12 +100,10 @@ class NumpyOps(WithoutKernels, FactorVerbs):
         n = candidate.size
         magnitude = np.abs(candidate)
         magnitude[np.isnan(magnitude)] = np.inf
-        stride = max(n // 1024, 2048) | 1
-        sample = magnitude[: n // stride * stride].reshape(-1, stride)[:, :16].ravel()
-        expected = k * sample.size / n
-        rank = math.floor(expected - 2 * math.sqrt(expected))
-        if rank < 32:
+        stride, rank = coding.sample_rank(n, k)
+        if not rank:
             return self.select(candidate, k)
+        sample = magnitude[: n // stride * stride].reshape(-1, stride)[:, :16].ravel()
         chosen = magnitude >= np.sort(sample)[-rank]
         missing = k - np.count_nonzero(chosen)
         if not 0 <= missing <= k / 2:
@@ -153,9 +143,6 @@ class NumpyOps(WithoutKernels, FactorVerbs):
     def are_scales(self, rows: Array) -> Array:
         sound: Array = np.asarray((np.isfinite(rows) & (rows >= 0)).all(1))
         return sound
-
-    def columns(self, rows: Array, start: int, stop: int | None) -> Array:
-        return rows[:, start:stop]
 
     def pack_bits(self, codes: Array, bits: int) -> Array:
         return np.packbits(codes[:, None] >> np.arange(bits) & 1, bitorder="little")
@@ -202,14 +189,6 @@ class NumpyOps(WithoutKernels, FactorVerbs):
     def subtract_at(self, candidate: Array, index: Array | None, sent: Array) -> None:
         candidate[slice(None) if index is None else index] -= sent.astype(candidate.dtype)
 
-    def matmul(self, left: Array, right: Array, shape: tuple[int, int, int]) -> Array:
-        m, k, n = shape
-        product: Array = (left.reshape(m, k) @ right.reshape(k, n)).reshape(-1)
-        return product
-
-    def transposed(self, array: Array, rows: int) -> Array:
-        return array.reshape(rows, -1).T.reshape(-1).copy()
-
     def divided(self, array: Array, by: Array) -> Array:
         out: Array = np.divide(array, by, out=np.zeros_like(array), where=by != 0)
         return out
@@ -252,19 +231,11 @@ class NumpyOps(WithoutKernels, FactorVerbs):
     def spread(self, array: Array, size: int, count: int) -> Array:
         return np.repeat(array, size, -1)[..., :count]
 
-    def global_index(self, index: Array, parts: int, first: int) -> Array:
-        place: Array = (index // SHARD_BLOCK * parts + first) * SHARD_BLOCK + index % SHARD_BLOCK
-        return place
-
     def shard(self, gradient: Array, parts: int, first: int) -> Array:
         flat = gradient.reshape(-1)
         places = self.global_index(np.arange(flat.size), parts, first)
         shard: Array = flat[places[places < flat.size]]
         return shard
-
-    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
-        for first, out in zip(firsts, outs, strict=True):
-            out[...] = self.shard(gradient, len(firsts), first)
 
     def blocks(self, tensors: Sequence[Array], picks: Sequence[Pick], dtype: str) -> Array:
         pairs = zip(tensors, picks, strict=True)
@@ -274,15 +245,6 @@ class NumpyOps(WithoutKernels, FactorVerbs):
     def segment_sums(self, array: Array, sizes: Sequence[int]) -> Array:
         stretches = np.split(array, np.cumsum(sizes)[:-1])
         return np.array([np.sum(each) for each in stretches], array.dtype)
-
-    def rows(self, gathered: Array, width: int) -> int:
-        return gathered.size // width
-
-    def store(self, payload: Array, at: int, part: Array) -> None:
-        payload[at : at + part.size] = part
-
-    def load(self, gathered: Array, width: int, at: int, count: int) -> Array:
-        return gathered.reshape(-1, width)[:, at : at + count]
 
     def store_bytes(self, payload: Array, at: int, data: bytes) -> None:
         payload[at : at + len(data)] = np.frombuffer(data, np.uint8)
@@ -314,9 +276,6 @@ class NumpyOps(WithoutKernels, FactorVerbs):
         heads = [head.tobytes() for head in gathered.reshape(-1, width)[:, :count]]
         return check(heads, [each.tolist() for each in sound])
 
-    def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:
-        return [a or b for a, b in zip(left, right, strict=True)]
-
     def accumulator(self, gradient: Array, dtype: str) -> Array:
         return np.zeros(gradient.size, dtype)
 
@@ -327,17 +286,6 @@ class NumpyOps(WithoutKernels, FactorVerbs):
     def write_scaled(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
         scaled = (total * total.dtype.type(scale)).reshape(gradient.shape)
         gradient[...] = np.nan if poisoned else scaled
-
-    def write_placed(
-        self, values: Array, index: Array, scale: float, gradient: Array, poisoned: bool
-    ) -> None:
-        self.write_scaled(self.place(values, index, gradient.size), scale, gradient, poisoned)
-
-    def fused(self, recipe: Sequence[int], device: str) -> None:
-        return None
-
-    def ternary(self, device: str) -> None:
-        return None
 
     def norm(self, array: Array) -> float:
         return float(np.linalg.norm(array.astype(np.float64)))

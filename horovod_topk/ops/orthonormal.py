@@ -1,4 +1,4 @@
-"""Verbs for low-rank factors by other verbs: products, and Gram-Schmidt orthonormalisation.
+"""Gram-Schmidt orthonormalisation of low-rank factors, by verbs of `Ops`.
 
 Orthonormalisation has the same bits in every framework: scalar products are summed in float64 in
 the order of `Ops.sums`, and other operations are elementwise.
@@ -14,32 +14,6 @@ if TYPE_CHECKING:
 Array = Any  # an array of the framework that `ops` is for
 
 DEPENDENT = 1e-5  # a row with a smaller share of its length left is linearly dependent
-
-
-class FactorVerbs:
-    """Base class of `Ops` whose framework has no kernels for these verbs."""
-
-    def write_product(
-        self: Any,
-        left: Array,
-        right: Array,
-        shape: tuple[int, int, int],
-        scale: float,
-        gradient: Array,
-        poisoned: bool,
-    ) -> None:
-        """`Ops.write_product`."""
-        self.write_scaled(self.matmul(left, right, shape), scale, gradient, poisoned)
-
-    def subtract_product(
-        self: Any, candidate: Array, left: Array, right: Array, shape: tuple[int, int, int]
-    ) -> None:
-        """`Ops.subtract_product`."""
-        self.subtract_at(candidate, None, self.matmul(left, right, shape))
-
-    def orthonormal(self: Any, rows: Array, count: int) -> Array:
-        """`Ops.orthonormal`."""
-        return orthonormal(self, rows, count)
 
 
 def orthonormal(ops: Ops[Any], rows: Array, count: int) -> Array:

@@ -5,10 +5,10 @@ Rules for implementations:
   `unpack_...` return and `accumulate` takes: they have a row for each rank. A `gradient` may have
   any shape and strides; its elements are taken in row-major (logical) order.
 - dtypes are named by strings: float16, bfloat16, float32, float64, int16, int32, int64, uint8.
-- Arrays of one dtype and size have Python's `+`, `-`, `*`, `//` and `>>`, element by element, with
-  each other and with Python's numbers. The result is a new array of that dtype; each operation is
-  rounded. `//` and `>>` are for integers that are not negative. Arrays also have `<` and `>`, which
-  give bools for `cast`, and Python's `abs`.
+- Arrays of one dtype and size have Python's `+`, `-`, `*`, `//`, `%` and `>>`, element by element,
+  with each other and with Python's numbers. The result is a new array of that dtype; each operation
+  is rounded. `//`, `%` and `>>` are for integers that are not negative. Arrays also have `<` and
+  `>`, which give bools for `cast`, and Python's `abs`.
 - A block of a flat array is `size` consecutive elements; the last one may be shorter.
 - `out` and `candidate` are written in place; other arguments are never written.
 - No operation waits for a device, except `to_host`, `validate` and `norm`, and `select` where its
@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
-from horovod_topk.ops import coding
 from horovod_topk.ops.philox import Stream
 
 Array = TypeVar("Array")
@@ -667,44 +666,3 @@ class Kernels(Protocol[Array]):
 
 class Ops(Arrays[Array], Packing[Array], Kernels[Array], Protocol[Array]):
     """Array operations of one framework; see the module's docstring for the rules."""
-
-
-def sampled_energies(
-    ops: Ops[Array],
-    arrays: Sequence[Array],
-    arrivals: Array | None,
-    places: tuple[Place, ...],
-    dtype: str,
-) -> Array:
-    """`Ops.energies_of` by other operations."""
-    picks = [place[3:] for place in places]
-    sizes = [_sampled(*place[2:]) for place in places]
-    sampled: Any = ops.blocks(arrays, picks, dtype)
-    squared = sampled * sampled
-    if arrivals is None:
-        return ops.segment_sums(squared, sizes)
-    codes = [ops.view(arrivals, place[1], place[1] + place[2]) for place in places]
-    found: Any = ops.blocks(codes, picks, "float32")
-    often: Any = ops.cast(found > coding.OFTEN - 1.0, dtype)
-    classes = squared * often, squared - squared * often
-    return ops.joined([ops.segment_sums(each, sizes) for each in classes])
-
-
-def _sampled(numel: int, shards: int, first: int, parts: int) -> int:
-    """Number of elements of a sample."""
-    return coding.shard_numel(coding.shard_numel(numel, shards, first), parts, 0)
-
-
-class WithoutKernels:
-    """Answers of libraries that have no kernels for what adapts the optimizer's steps."""
-
-    def energies_of(
-        self, arrays: Sequence[Any], arrivals: Any, places: tuple[Place, ...], dtype: str
-    ) -> Any:
-        return sampled_energies(self, arrays, arrivals, places, dtype)  # type: ignore[arg-type]
-
-    def kernel_kind(self, device: str) -> str:
-        return "framework"
-
-    def tracker_kernels(self, *arrays: Any) -> TrackerKernels:
-        return TrackerKernels()

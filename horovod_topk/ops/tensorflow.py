@@ -29,9 +29,9 @@ from horovod_topk.kernels import native
 from horovod_topk.ops import coding
 from horovod_topk.ops import tensorflow_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
-from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, Place, WithoutKernels
+from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, Place, TrackerKernels
+from horovod_topk.ops.verbs import SharedVerbs
 
 log = logging.getLogger("horovod_topk")
 
@@ -46,7 +46,6 @@ _NOT_FINITE = {  # integers of a dtype's size, and the bits of infinity and NaN
 }
 _DTYPES = ("float16", "bfloat16", "float32", "float64")  # by their code in a recipe
 _WRONG = re.compile(r"TopKEF: rank (\d+), tensor (\d+)")  # error of kernels/cpu/tensorflow_ops.cpp
-_SAMPLE = 1 << 14  # elements sampled to estimate a threshold; smaller tensors need none
 
 
 class Arithmetic:
@@ -68,6 +67,9 @@ class Arithmetic:
 
     def __floordiv__(self, other: Any) -> Buffer:
         return Buffer(self.value // _operand(other))
+
+    def __mod__(self, other: Any) -> Buffer:
+        return Buffer(self.value % _operand(other))
 
     def __lt__(self, other: Any) -> Buffer:
         return Buffer(self.value < _operand(other))
@@ -238,7 +240,17 @@ class View(Arithmetic):
 Array = Buffer | View
 
 
-class TensorFlowOps(WithoutKernels, FactorVerbs):
+def _verb(function: Callable[..., Any]) -> Any:
+    """Make a verb of arrays from a function of tensors."""
+
+    def verb(ops: object, *arguments: Any) -> Any:
+        found = function(*map(_operand, arguments))
+        return tuple(map(Buffer, found)) if isinstance(found, tuple) else Buffer(found)
+
+    return verb
+
+
+class TensorFlowOps(SharedVerbs):
     """`horovod_topk.ops.Ops` for buffers of tf.Tensor.
 
     Args:
@@ -247,6 +259,18 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
             `raised` until the end of the step, as other ranks wait for this rank's remaining
             collectives.
     """
+
+    pack_values = _verb(packing.pack_values)
+    unpack_values = _verb(packing.unpack_values)
+    pack_bits = _verb(packing.pack_bits)
+    unpack_bits = _verb(packing.unpack_bits)
+    pack_digits = _verb(packing.pack_digits)
+    unpack_digits = _verb(packing.unpack_digits)
+    pack_index = _verb(packing.pack_index)
+    above = _verb(packing.above)
+    finite = _verb(packing.finite)
+    divided = _verb(tf.math.divide_no_nan)
+    unpack_index = _verb(packing.unpack_index)
 
     def __init__(self, *, kernels: bool = True, defers: bool = False) -> None:
         self._use_kernels, self._defers = kernels, defers
@@ -329,7 +353,7 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         values, numel = candidate.value, candidate.numel
         if k == numel:
             return self.arange(k)
-        if numel <= _SAMPLE:
+        if numel <= coding.SAMPLE:
             return Buffer(_largest(_magnitude(values), k))
         magnitude = tf.abs(values)
         candidates = _at_least(magnitude, _guess_threshold(magnitude, k))
@@ -344,11 +368,8 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
 
     def sample(self, candidate: Array, k: int) -> Array:
         count = candidate.numel
-        stride = max(count // 1024, 2048) | 1
-        size = count // stride * 16
-        expected = k * size / count
-        rank = math.floor(expected - 2 * math.sqrt(expected))
-        if rank < 32:
+        stride, rank = coding.sample_rank(count, k)
+        if not rank:
             return self.select(candidate, k)
         magnitude = _magnitude(candidate.value)
         rows = tf.reshape(magnitude[: count // stride * stride], [-1, stride])[:, :16]
@@ -372,36 +393,11 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
     def cast(self, array: Array, dtype: str) -> Array:
         return Buffer(tf.cast(array.value, dtype))
 
-    def pack_values(self, values: Array, kind: str) -> Array:
-        return Buffer(packing.pack_values(values.value, kind))
-
-    def unpack_values(self, rows: Array, count: int, kind: str, dtype: str) -> Array:
-        return Buffer(packing.unpack_values(rows.value, count, kind, dtype))
-
     def are_scales(self, rows: Array) -> Array:
         return Buffer(tf.reduce_all(tf.math.is_finite(rows.value) & (rows.value >= 0), 1))
 
     def columns(self, rows: Array, start: int, stop: int | None) -> Array:
         return Buffer(rows.value[:, start:stop])
-
-    def pack_bits(self, codes: Array, bits: int) -> Array:
-        return Buffer(packing.pack_bits(codes.value, bits))
-
-    def unpack_bits(self, rows: Array, count: int, bits: int) -> Array:
-        return Buffer(packing.unpack_bits(rows.value, count, bits))
-
-    def pack_digits(self, codes: Array, base: int) -> Array:
-        return Buffer(packing.pack_digits(codes.value, base))
-
-    def unpack_digits(self, rows: Array, count: int, base: int) -> Array:
-        return Buffer(packing.unpack_digits(rows.value, count, base))
-
-    def pack_index(self, index: Array, numel: int, kind: str) -> Array:
-        return Buffer(packing.pack_index(index.value, numel, kind))
-
-    def unpack_index(self, rows: Array, count: int, numel: int, kind: str) -> tuple[Array, Array]:
-        index, sound = packing.unpack_index(rows.value, count, numel, kind)
-        return Buffer(index), Buffer(sound)
 
     def subtract_at(self, candidate: Array, index: Array | None, sent: Array) -> None:
         amount = tf.cast(sent.value, candidate.dtype)
@@ -419,9 +415,6 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
     def transposed(self, array: Array, rows: int) -> Array:
         matrix = tf.reshape(array.value, [rows, array.numel // rows])
         return Buffer(tf.reshape(tf.transpose(matrix), [-1]))
-
-    def divided(self, array: Array, by: Array) -> Array:
-        return Buffer(tf.math.divide_no_nan(array.value, by.value))
 
     def limit(self, arrays: Sequence[Array], factors: Array) -> None:
         values, own = [array.value for array in arrays], factors.value
@@ -448,19 +441,24 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         (found,) = operations.topkef_scale([array], factors, stretches=pairs)
         return _shaped(found, array.shape)
 
-    def lost(
+    def tracker_kernels(
+        self, gradients: Sequence[Array], others: Sequence[Array], factors: Sequence[float] = ()
+    ) -> TrackerKernels:
+        operations = self._sampling([*gradients, others[0]])
+        if operations is None:
+            return TrackerKernels()
+        return TrackerKernels(lost=functools.partial(self._lost, operations))
+
+    def _lost(
         self,
+        operations: Any,
         gradients: Sequence[Array],
         residuals: tuple[Array, Array],
-        factors: Sequence[float],
         arrivals: Array,
         places: tuple[Place, ...],
         states: Sequence[Array],
-    ) -> bool:
+    ) -> None:
         before, after = residuals
-        operations = self._sampling([*gradients, before])
-        if operations is None:
-            return False
         if isinstance(before, Scaled) and len(before.stretches) > len(places):
             before = before.copy()  # some have no elements, and no place
         sums = operations.topkef_lost(
@@ -475,7 +473,6 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         scales, fading, known, out = states
         found: Any = self.transposed(Buffer(_shaped(sums, [2 * len(places)])) * scales, 2)
         self.assign(out, self.finite(fading * known + found))
-        return True
 
     def energies_of(
         self, arrays: Sequence[Array], arrivals: Array | None, places: tuple[Place, ...], dtype: str
@@ -506,12 +503,6 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
     def root(self, array: Array) -> Array:
         return Buffer(tf.sqrt(array.value))
 
-    def finite(self, values: Array) -> Array:
-        return Buffer(packing.finite(values.value))
-
-    def above(self, array: Array) -> Array:
-        return Buffer(packing.above(array.value))
-
     def largest(self, array: Array, size: int) -> Array:
         return Buffer(tf.reduce_max(packing.blocks(array.value, size, array.dtype.min), 1))
 
@@ -534,10 +525,6 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
     def spread(self, array: Array, size: int, count: int) -> Array:
         return Buffer(tf.repeat(array.value, size, -1)[..., :count])
 
-    def global_index(self, index: Array, parts: int, first: int) -> Array:
-        at = index.value
-        return Buffer((at // SHARD_BLOCK * parts + first) * SHARD_BLOCK + at % SHARD_BLOCK)
-
     def shard(self, gradient: Array, parts: int, first: int) -> Array:
         flat = _flat(gradient)
         rounds = gradient.numel // (SHARD_BLOCK * parts)
@@ -545,10 +532,6 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
         at = (rounds * parts + first) * SHARD_BLOCK
         own = tf.reshape(whole[:, first], [-1])
         return Buffer(tf.concat([own, flat[at : at + SHARD_BLOCK]], 0))
-
-    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
-        for first, out in zip(firsts, outs, strict=True):
-            _write(out, tf.cast(self.shard(gradient, len(firsts), first).value, out.dtype))
 
     def blocks(self, tensors: Sequence[Array], picks: Sequence[Pick], dtype: str) -> Array:
         found = []
@@ -647,19 +630,11 @@ class TensorFlowOps(WithoutKernels, FactorVerbs):
             factor = _nan_where(poisoned, factor)
         _write(gradient, tf.cast(total.value * factor, gradient.dtype))
 
-    def write_placed(
-        self, values: Array, index: Array, scale: float, gradient: Array, poisoned: bool
-    ) -> None:
-        self.write_scaled(self.place(values, index, gradient.numel), scale, gradient, poisoned)
-
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
         if not (self._use_kernels and _is_cpu(device)):
             return None
         operations = find_operations()
         return None if operations is None else BucketOperations(recipe, operations)
-
-    def ternary(self, device: str) -> None:
-        return None
 
     def norm(self, array: Array) -> float:
         norm: Any = tf.norm(tf.cast(array.value, tf.float64))
@@ -875,12 +850,8 @@ def _bits(number: float, dtype: tf.DType) -> Tensor:
 
 def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:
     """Estimate a magnitude that slightly more than k elements reach, by a strided sample."""
-    numel = magnitude.shape[0]
-    stride = numel // _SAMPLE | 1  # odd, so that samples are from different columns
-    sample = _magnitude(magnitude[::stride])
-    expected = k * sample.shape[0] / numel
-    rank = math.ceil(expected + 4 * math.sqrt(expected)) + 1
-    return tf.math.top_k(sample, min(rank, sample.shape[0])).values[-1]
+    stride, rank = coding.guess_rank(magnitude.shape[0], k)
+    return tf.math.top_k(_magnitude(magnitude[::stride]), rank).values[-1]
 
 
 def _at_least(magnitude: Tensor, threshold: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from horovod_topk.ops import coding
 from horovod_topk.ops import torch_lists as lists
 from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
-from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import (
     EACH,
@@ -36,8 +35,8 @@ from horovod_topk.ops.protocol import (
     Place,
     TrackerKernels,
     Velocities,
-    sampled_energies,
 )
+from horovod_topk.ops.verbs import IndexedVerbs
 
 log = logging.getLogger("horovod_topk")
 
@@ -56,15 +55,23 @@ CODES[torch.float64] = 3  # its code in a recipe
 WIDE = (torch.float32, torch.float64)
 STORED_CODES = {"bfloat16": 2, "int8": 3, "stable8": 3, "int4": 4}  # kinds in a recipe
 FEW = 2  # headers that are copied to the host one by one
-_SAMPLE = 1 << 14  # elements sampled to estimate a threshold; smaller tensors need none
 
 
-class TorchOps(FactorVerbs):
+class TorchOps(IndexedVerbs):
     """`horovod_topk.ops.Ops` for torch.Tensor.
 
     Args:
         kernels: use this package's kernels if available; False: only torch's operations.
     """
+
+    pack_bits, unpack_bits = staticmethod(packing.pack_bits), staticmethod(packing.unpack_bits)
+    pack_digits, unpack_digits = (
+        staticmethod(packing.pack_digits),
+        staticmethod(packing.unpack_digits),
+    )
+    pack_index, unpack_index = staticmethod(packing.pack_index), staticmethod(packing.unpack_index)
+    finite, above = staticmethod(packing.finite), staticmethod(packing.above)
+    segment_sums = staticmethod(lists.segment_sums)
 
     def __init__(self, *, kernels: bool = True) -> None:
         self._use_kernels, self._samples = kernels, lists.Samples()
@@ -95,12 +102,6 @@ class TorchOps(FactorVerbs):
         out = torch.empty(k, dtype=torch.int64)
         library.topkef_random_index(native.integers(stream.numbers()), numel, k, out.data_ptr())
         return out
-
-    def view(self, array: Tensor, start: int, stop: int) -> Tensor:
-        return array[start:stop]
-
-    def row(self, array: Tensor, position: int) -> Tensor:
-        return array[position]
 
     def numel(self, array: Tensor) -> int:
         return array.numel()
@@ -188,7 +189,7 @@ class TorchOps(FactorVerbs):
         given = native.addresses([gradient.data_ptr() for gradient in packed])
         library.topkef_lost(given, *arenas, *size, torch.get_num_threads(), sums.data_ptr())
         scales, fading, before, after = states
-        lost = self.transposed(sums.to(residuals[0].dtype) * scales, 2)
+        lost: Tensor = self.transposed(sums.to(residuals[0].dtype) * scales, 2)
         after.copy_(self.finite(fading * before + lost))
 
     def energies_of(
@@ -200,7 +201,8 @@ class TorchOps(FactorVerbs):
     ) -> Tensor:
         kind, library = arrays[0].dtype, self._library(arrays[0].device.type)
         if library is None or kind not in WIDE or any(a.dtype != kind for a in arrays):
-            return sampled_energies(self, arrays, arrivals, places, dtype)
+            found: Tensor = super().energies_of(arrays, arrivals, places, dtype)
+            return found
         sums = torch.empty((1 if arrivals is None else 2) * len(places), dtype=torch.float64)
         packed = [_packed(array) for array in arrays]
         given = native.addresses([array.data_ptr() for array in packed])
@@ -235,7 +237,7 @@ class TorchOps(FactorVerbs):
             return torch.arange(k, device=candidate.device)
         if candidate.device.type != "cpu":  # the number of candidates would wait for the device
             return torch.topk(magnitude, k, sorted=False).indices.sort().values
-        if magnitude.numel() <= _SAMPLE:
+        if magnitude.numel() <= coding.SAMPLE:
             return _largest(magnitude, k)
         candidates = _at_least(magnitude, _guess_threshold(magnitude, k))
         if candidates.numel() < k:
@@ -244,12 +246,10 @@ class TorchOps(FactorVerbs):
 
     def sample(self, candidate: Tensor, k: int) -> Tensor:
         magnitude, count = candidate.abs().nan_to_num_(math.inf, math.inf), candidate.numel()
-        stride = max(count // 1024, 2048) | 1
-        rows = magnitude[: count // stride * stride].view(-1, stride)[:, :16]
-        expected = k * rows.numel() / count
-        rank = math.floor(expected - 2 * math.sqrt(expected))
-        if rank < 32:
+        stride, rank = coding.sample_rank(count, k)
+        if not rank:
             return self.select(candidate, k)
+        rows = magnitude[: count // stride * stride].view(-1, stride)[:, :16]
         chosen = magnitude >= torch.topk(rows.reshape(-1), rank).values[-1]
         missing = k - int(chosen.sum())
         if not 0 <= missing <= k / 2:
@@ -297,29 +297,6 @@ class TorchOps(FactorVerbs):
     def are_scales(self, rows: Tensor) -> Tensor:
         return (rows.isfinite() & (rows >= 0)).all(1)
 
-    def columns(self, rows: Tensor, start: int, stop: int | None) -> Tensor:
-        return rows[:, start:stop]
-
-    def pack_bits(self, codes: Tensor, bits: int) -> Tensor:
-        return packing.pack_bits(codes, bits)
-
-    def unpack_bits(self, rows: Tensor, count: int, bits: int) -> Tensor:
-        return packing.unpack_bits(rows, count, bits)
-
-    def pack_digits(self, codes: Tensor, base: int) -> Tensor:
-        return packing.pack_digits(codes, base)
-
-    def unpack_digits(self, rows: Tensor, count: int, base: int) -> Tensor:
-        return packing.unpack_digits(rows, count, base)
-
-    def pack_index(self, index: Tensor, numel: int, kind: str) -> Tensor:
-        return packing.pack_index(index, numel, kind)
-
-    def unpack_index(
-        self, rows: Tensor, count: int, numel: int, kind: str
-    ) -> tuple[Tensor, Tensor]:
-        return packing.unpack_index(rows, count, numel, kind)
-
     def subtract_at(self, candidate: Tensor, index: Tensor | None, sent: Tensor) -> None:
         sent = sent.to(candidate.dtype)
         library = self._library(candidate.device.type)
@@ -330,10 +307,6 @@ class TorchOps(FactorVerbs):
         else:
             places = candidate.data_ptr(), _packed(index).data_ptr(), _packed(sent).data_ptr()
             library.topkef_subtract_at(*places, index.numel(), candidate.element_size())
-
-    def matmul(self, left: Tensor, right: Tensor, shape: tuple[int, int, int]) -> Tensor:
-        m, k, n = shape
-        return (left.view(m, k) @ right.view(k, n)).reshape(-1)
 
     def write_product(
         self,
@@ -372,9 +345,6 @@ class TorchOps(FactorVerbs):
         library.topkef_orthonormal(basis.data_ptr(), count, length, basis.element_size())
         return basis
 
-    def transposed(self, array: Tensor, rows: int) -> Tensor:
-        return array.view(rows, -1).t().reshape(-1).clone()
-
     def divided(self, array: Tensor, by: Tensor) -> Tensor:
         return torch.where(by != 0, array / by, 0.0)
 
@@ -388,12 +358,6 @@ class TorchOps(FactorVerbs):
 
     def root(self, array: Tensor) -> Tensor:
         return array.sqrt()
-
-    def finite(self, values: Tensor) -> Tensor:
-        return packing.finite(values)
-
-    def above(self, array: Tensor) -> Tensor:
-        return packing.above(array)
 
     def largest(self, array: Tensor, size: int) -> Tensor:
         return packing.blocks(array, size, -math.inf).amax(1)
@@ -418,9 +382,6 @@ class TorchOps(FactorVerbs):
 
     def spread(self, array: Tensor, size: int, count: int) -> Tensor:
         return array.repeat_interleave(size, -1)[..., :count]
-
-    def global_index(self, index: Tensor, parts: int, first: int) -> Tensor:
-        return (index // SHARD_BLOCK * parts + first) * SHARD_BLOCK + index % SHARD_BLOCK
 
     def shard(self, gradient: Tensor, parts: int, first: int) -> Tensor:
         flat = gradient.reshape(-1)
@@ -449,18 +410,6 @@ class TorchOps(FactorVerbs):
             shard = tensor if shards == 1 else self.shard(tensor, shards, first)
             found.append(shard.reshape(-1) if parts == 1 else self.shard(shard, parts, 0))
         return torch.cat(found).to(DTYPES[dtype])
-
-    def segment_sums(self, array: Tensor, sizes: Sequence[int]) -> Tensor:
-        return lists.segment_sums(array, sizes)
-
-    def rows(self, gathered: Tensor, width: int) -> int:
-        return gathered.numel() // width
-
-    def store(self, payload: Tensor, at: int, part: Tensor) -> None:
-        payload[at : at + part.numel()] = part
-
-    def load(self, gathered: Tensor, width: int, at: int, count: int) -> Tensor:
-        return gathered.view(-1, width)[:, at : at + count]
 
     def store_bytes(self, payload: Tensor, at: int, data: bytes) -> None:
         payload[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -501,9 +450,6 @@ class TorchOps(FactorVerbs):
         heads = [bytes(head) for head in each]
         return check(heads, torch.stack(list(sound)).tolist() if sound else [])
 
-    def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:
-        return [a or b for a, b in zip(left, right, strict=True)]
-
     def accumulator(self, gradient: Tensor, dtype: str) -> Tensor:
         if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous():
             return gradient.view(-1).zero_()
@@ -529,8 +475,7 @@ class TorchOps(FactorVerbs):
         self, values: Tensor, index: Tensor, scale: float, gradient: Tensor, poisoned: bool
     ) -> None:
         if poisoned or not gradient.is_contiguous():
-            whole = self.place(values, index, gradient.numel())
-            self.write_scaled(whole, scale, gradient, poisoned)
+            super().write_placed(values, index, scale, gradient, poisoned)
             return
         scaled = (values * scale).to(gradient.dtype)
         library = self._library(gradient.device.type)
@@ -733,11 +678,8 @@ def _product(
 
 def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:
     """Estimate a magnitude that slightly more than k elements reach, by a strided sample."""
-    stride = magnitude.numel() // _SAMPLE | 1  # odd, so that samples are from different columns
-    sample = magnitude[::stride]
-    expected = k * sample.numel() / magnitude.numel()
-    rank = math.ceil(expected + 4 * math.sqrt(expected)) + 1
-    return torch.topk(sample, min(rank, sample.numel())).values[-1]
+    stride, rank = coding.guess_rank(magnitude.numel(), k)
+    return torch.topk(magnitude[::stride], rank).values[-1]
 
 
 def _at_least(magnitude: Tensor, threshold: Tensor) -> Tensor:

@@ -18,29 +18,18 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+import sides
 import torch
 from torch import Tensor
 
 from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.plan import payload as wire
-from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import triton
 from horovod_topk.kernels.triton import unavailable, unsupported
-from horovod_topk.kernels.triton.topk.tables import (
-    BFLOAT16,
-    BLOCKS,
-    COLUMNS,
-    FLOAT16,
-    FLOAT32,
-    INT4,
-    INT8,
-    SAMPLED,
-    SEARCHED,
-    SIGN,
-    Geometry,
-    Tables,
-)
+from horovod_topk.kernels.triton.topk import tables
+from horovod_topk.kernels.triton.topk.tables import COLUMNS, SAMPLED, SEARCHED, Geometry, Tables
 from horovod_topk.methods.topk import VALUES, Entries, TopK
 from horovod_topk.ops.protocol import HEAD
 from horovod_topk.ops.torch import DTYPES, TorchOps
@@ -139,24 +128,20 @@ def test_tables_cover_every_element_once() -> None:
         [TensorSpec(str(i), (n,), "float32") for i, n in enumerate((5, 5000, 0, 512, 40000))],
         TopK(ratio=0.05, values="float32", indices="plain", min_numel=100),
     ).buckets[0]
-    tables = Tables(bucket.config.recipe(bucket), SMALL)
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in tables.rows]
+    made = Tables(bucket.config.recipe(bucket), SMALL)
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in made.rows]
     for t, row in enumerate(rows):
-        sizes = {
-            "chunk": SMALL.chunk, "tile": SMALL.output, "run": tables.run, "parcel": SMALL.parcel,
-        }  # fmt: skip
-        owners = {
-            "chunk": tables.chunk_owners,
-            "tile": tables.tile_owners,
-            "run": tables.run_owners,
-            "parcel": tables.parcel_owners,
-        }
-        for piece, size in sizes.items():
+        for piece, size, owners in (
+            ("chunk", SMALL.chunk, made.chunk_owners),
+            ("tile", SMALL.output, made.tile_owners),
+            ("run", made.run, made.run_owners),
+            ("parcel", SMALL.parcel, made.parcel_owners),
+        ):
             elements = row["k"] if piece == "parcel" else row["numel"]
             pieces = 0 if piece == "run" and not row["width"] else -(-elements // size)
-            assert owners[piece].count(t) == pieces
+            assert owners.count(t) == pieces
             if pieces:
-                assert owners[piece].index(t) == row[f"{piece}0"]
+                assert owners.index(t) == row[f"{piece}0"]
 
 
 def test_a_difference_of_one_bit_is_noticed() -> None:
@@ -212,15 +197,6 @@ def assert_same(left: Tensor, right: Tensor) -> None:
     assert torch.equal(canonical(left), canonical(right))
 
 
-def sections(bucket: BucketPlan, payload: Tensor) -> list[Tensor]:
-    """Split a payload into bytes, values as floats, and bytes; only bytes if values are codes."""
-    kind, at = bucket.config.value_kind(bucket.residual_dtype), bucket.layout.body_at
-    if kind not in WIDTH:
-        return [payload]
-    stop = at + bucket.entries * WIDTH[kind]
-    return [payload[:at], payload[at:stop].view(DTYPES[kind]), payload[stop:]]
-
-
 @dataclass
 class Side:
     """One implementation's state of a bucket."""
@@ -259,14 +235,15 @@ class Pair:
         self.codec.encode(*own, squares=known)
         pair = arenas.residual, arenas.candidate
         self.kernel.encode(*pair, gradients, self.kernels.payload, (), squares)
-        for one, other in zip(*map(self._sections, (self.verbs, self.kernels)), strict=True):
-            assert_same(one, other)
+        assert self._bits(self.verbs) == self._bits(self.kernels)
         assert_same(self.verbs.arenas.candidate, arenas.candidate)
         assert all((guard == 7).all() for guard in self.guards)
         return self.kernels.payload.clone()
 
-    def _sections(self, side: Side) -> list[Tensor]:
-        return sections(self.bucket, side.payload)
+    def _bits(self, side: Side) -> list[bytes]:
+        payload = side.payload.cpu().numpy()
+        head = payload[: self.bucket.layout.body_at]
+        return [head.tobytes(), *map(sides.canonical, sides.sections(self.bucket, payload))]
 
     def decode(self, payloads: Sequence[Tensor], scale: float, into: Sequence[Tensor]) -> None:
         """Decode on both sides into gradients like `into`; they must agree."""
@@ -567,13 +544,14 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     run = {"ROOM": 8192, "LANES": size.lanes}
     out = {"OUTPUT": size.output, "LANES": 128}
     decode = {"KIND": kind, "RANKS_ROOM": 8, "STEPS": 18, "BLOCK": size.block, **out}
-    kinds = (FLOAT32, BFLOAT16, INT8) if kind == 2 else (INT4, FLOAT16, SIGN)
+    one = tables.FLOAT32, tables.BFLOAT16, tables.INT8
+    kinds = one if kind == 2 else (tables.INT4, tables.FLOAT16, tables.SIGN)
     kernels = [
         compiled(stream, 4, KIND=kind, WEIGHS=kind == 3, TILE=size.tile, **chunk),
         compiled(gather, 4, VALUES=kinds[0], **decode),
     ]
     for values in kinds:
-        block = BLOCKS.get(values, 128)
+        block = tables.BLOCKS.get(values, 128)
         kernels.append(compiled(pack, 4, VALUES=values, BLOCK=block, ROWS=size.parcel // block))
     if kind == 3:
         more = {"RUN_CHUNKS": 12, "CHUNKS_ROOM": 16, "SAMPLE": 2 * size.sample}
