@@ -31,20 +31,13 @@ class _Request:
 
     request: MPI.Request
     payload: Array
-    gathered: Array
+    received: Array
+    is_summed: bool = False  # whether `wait()` adds up the rows of what was received
 
     def wait(self) -> Array:
         self.request.Wait()
-        return self.gathered
-
-
-@dataclass(frozen=True)
-class _Sum(_Request):
-    """A non-blocking alltoall whose parts, a row for each rank, are added up by `wait()`."""
-
-    def wait(self) -> Array:
-        rows = super().wait()
-        total: Array = ordered_sum(rows, len(rows))
+        rows = self.received
+        total: Array = ordered_sum(rows, len(rows)) if self.is_summed else rows
         return total
 
 
@@ -87,12 +80,12 @@ class MpiCollective:
         request = self._communicator.Ialltoall([payloads, MPI.BYTE], [received, MPI.BYTE])
         return _Request(request, payloads, received)
 
-    def reduce_scatter(self, array: Array, counts: Sequence[int], name: str) -> _Sum:
+    def reduce_scatter(self, array: Array, counts: Sequence[int], name: str) -> _Request:
         """Start a non-blocking alltoall whose parts `wait()` adds in rank order."""
         mine = counts[self.rank]
         received = np.empty((self.size, mine), array.dtype)
         request = self._communicator.Ialltoallv([array, counts], [received, [mine] * self.size])
-        return _Sum(request, array, received)
+        return _Request(request, array, received, is_summed=True)
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """Return True."""

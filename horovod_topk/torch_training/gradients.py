@@ -136,11 +136,6 @@ class Slot:
             return REPLACED
         return gradient._version - exchanged.version
 
-    def is_changed(self) -> bool:
-        """Whether the exchanged gradient was changed since; clearing it does not count."""
-        exchanged = self.exchanged
-        return not (exchanged is None or self.parameter.grad is None or self.is_still(exchanged))
-
     def check_not_exchanged(self) -> None:
         """Refuse to send an exchanged gradient again: its residual would count it twice.
 
@@ -263,8 +258,13 @@ class Buckets:
                 slot.exchanged.note_writing()
 
     def first_changed(self) -> str | None:
-        """The first tensor whose exchanged gradient was changed since, by name; None: none was."""
-        return next((s.spec.name for s in self.slots.values() if s.is_changed()), None)
+        """The first tensor whose exchanged gradient was changed since, by name; None: none was.
+
+        Clearing a gradient does not count.
+        """
+        kept = (slot for slot in self.slots.values() if slot.parameter.grad is not None)
+        changed = (slot for slot in kept if slot.exchanged and not slot.is_still(slot.exchanged))
+        return next((slot.spec.name for slot in changed), None)
 
     def check_late(self, sent: Collection[int]) -> None:
         """Check all late gradients before any is sent, as ranks visit them in different orders.
