@@ -177,7 +177,8 @@ class DDPState(TrainingState):
 
     def _launch(self, ordinal: int) -> None:
         gradients = self._buckets.ready(ordinal)
-        self._hooks.preprocess(ordinal, gradients)
+        if self._hooks.preprocessing is not None:
+            self._hooks.preprocess(ordinal, gradients)
         self._compressor.launch(ordinal, gradients)
 
     def _end_backward(self) -> None:
@@ -209,7 +210,8 @@ class DDPState(TrainingState):
         Variable._execution_engine.queue_callback(self._handed_out)
 
     def _decode(self) -> None:
-        gain = self._hooks.gain()
+        by = self._hooks.preprocessing
+        gain = 1.0 if by is None else by.gain(self._hooks.optimizer())
         for ordinal in [bucket.ordinal for bucket in self._compressor.plan.buckets]:
             self._compressor.step.finish(ordinal, self._buckets.ready(ordinal), gain)
             self._buckets.note_exchanged(ordinal)

@@ -131,10 +131,11 @@ class OptimizerState(TrainingState):
 
     def _collect(self, slot: Slot) -> Tensor:
         """Return the exchanged gradient of a parameter; the first call waits for its bucket."""
-        ordinal, step = slot.ordinal, self._compressor.step
+        ordinal, step, gain = slot.ordinal, self._compressor.step, 1.0
         if slot.exchanged is None or ordinal in step.sent:
             with torch.no_grad():
-                gain = self._hooks.gain()
+                if (by := self._hooks.preprocessing) is not None:
+                    gain = by.gain(self._hooks.optimizer())
                 step.finish(ordinal, self._buckets.gradients(ordinal), gain)
             self._buckets.note_exchanged(ordinal)
             self._late_are_checked = False
@@ -151,7 +152,8 @@ class OptimizerState(TrainingState):
             self._meet()
         self._buckets.sent.pop(ordinal, None)
         gradients = self._buckets.gradients(ordinal)
-        self._hooks.preprocess(ordinal, gradients)
+        if self._hooks.preprocessing is not None:
+            self._hooks.preprocess(ordinal, gradients)
         self._buckets.sent[ordinal] = first_elements(gradients)
         self._compressor.launch(ordinal, gradients)
 

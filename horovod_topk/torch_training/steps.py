@@ -104,9 +104,8 @@ class Hooks(abc.ABC):
         self._handles.clear()
 
     def preprocess(self, ordinal: int, gradients: list[Tensor]) -> None:
-        """Unscale and clip a bucket's gradients, in place, before they are compressed."""
-        if self.preprocessing is None:
-            return
+        """Unscale and clip a bucket's gradients, in place, if there is `preprocessing`."""
+        assert self.preprocessing is not None
         if not (own := self.compressor).step.sent:
             committed = own.counter.committed
             self.preprocessing.begin(self.optimizer(), own.ranks, committed, own.ratio)
@@ -115,10 +114,6 @@ class Hooks(abc.ABC):
         for slot in slots:
             assert slot.ready is not None  # its bucket is complete
             slot.ready.note_writing()
-
-    def gain(self) -> float:
-        """The factor that exchanged gradients are multiplied by."""
-        return 1.0 if self.preprocessing is None else self.preprocessing.gain(self.optimizer())
 
     def exchanged(self) -> None:
         """Note that all gradients are exchanged, so that a user may change them from now on."""
