@@ -113,22 +113,10 @@ def update(
     """
     operations = find_operations()
     on_cpu = not any("GPU" in variable.device for variable in variables)
-    if on_cpu and hasattr(operations, "topkef_update"):
-        _update_all(operations, gradients, variables, slots, numbers, known)
+    if not (on_cpu and hasattr(operations, "topkef_update")):
+        for at, each in enumerate(zip(gradients, variables, slots, strict=True)):
+            _update_one(*each, numbers, known.at(at))
         return
-    for at, each in enumerate(zip(gradients, variables, slots, strict=True)):
-        _update_one(*each, numbers, known.at(at))
-
-
-def _update_all(
-    operations: Any,
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    slots: Sequence[Sequence[Any]],
-    numbers: Numbers,
-    known: Followed,
-) -> None:
-    """Update variables on a CPU, by one operation."""
     dtype, moments = variables[0].dtype, [slot for own in slots for slot in own]
     factors = [] if known.factors is None else tf.reshape(known.factors, [-1])
     samples = [whole_sample(variable.shape.num_elements()) for variable in variables]

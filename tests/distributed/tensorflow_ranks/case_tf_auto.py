@@ -1,4 +1,4 @@
-"""`momentum="auto"` with narrow variables, and checkpoints of and for dense training."""
+"""`momentum="auto"`: checkpoints of and for dense training."""
 
 from __future__ import annotations
 
@@ -29,36 +29,6 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 def auto(**settings: Any) -> TopKEF:
     given = {"ratio": 0.1, "min_numel": 0, "momentum": "auto", "follow_lr": "auto"}
     return TopKEF(**given | settings)
-
-
-def set_policy(library: Any, name: str) -> None:
-    policy = library.mixed_precision if library is tf_keras else library.config
-    getattr(policy, "set_global_policy" if library is tf_keras else "set_dtype_policy")(name)
-
-
-@pytest.mark.one_in(9, first=2)
-@BOTH
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("kind", ["SGD", "Adam"])
-def test_momentum_of_narrow_variables_is_left_to_the_optimizer(
-    library: Any, dtype: str, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As with `momentum=0`."""
-    make = KINDS[kind]
-    set_policy(library, dtype)
-    try:
-        with caplog.at_level("INFO", "horovod_topk"):
-            left = fit(library, make(library.optimizers), auto(), epochs=1)
-        plain = fit(library, make(library.optimizers), auto(momentum=0), epochs=1)
-    finally:
-        set_policy(library, "float32")
-    assert f"does not adapt the steps of {kind}: variable " in caplog.text
-    assert f"is {dtype}" in TopKEF.of(left.optimizer).stats().warnings[0]
-    assert TopKEF.of(left.optimizer).stats().momentum == 0.0
-    assert same(left, plain)
-    name = "momentum" if kind == "SGD" else "beta_1"
-    assert left.optimizer.get_config()[name] == 0.9
-    assert_ranks_equal(left.get_weights())
 
 
 def weights_of(library: Any, kind: str, compression: Any, path: Path) -> None:

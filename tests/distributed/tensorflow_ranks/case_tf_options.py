@@ -154,6 +154,7 @@ def test_each_option_does_what_the_table_says(row: Row, library: str, kind: str)
     state = TopKEF.of(optimizer)
     warnings = state.stats().warnings
     assert len(warnings) == int(row.outcome == "left") and all(row.shown in w for w in warnings)
+    assert state.stats().steps == STEPS // row.given(package).get("gradient_accumulation_steps", 1)
     assert ("state.arrivals" in state.state_dict()) == (row.outcome == "adapted")
 
 
