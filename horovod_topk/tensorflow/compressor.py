@@ -75,9 +75,8 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         # tapes.
         self._states: weakref.WeakKeyDictionary[OptimizerState, weakref.ref[Memory]]
         self._states = weakref.WeakKeyDictionary()
-        self._callbacks: list[Callable[[StepCounters], None]] = []
         self._manager: Manager | None = None
-        self._asked: list[float | None] = []  # by set_ratio, before there was a state
+        self._calls: list[Callable[[OptimizerState], None]] = []  # before there was a state
         self._waiting: list[Mapping[str, Any]] = []  # state dicts loaded before there was a state
 
     @staticmethod
@@ -169,7 +168,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         if horovods() or self._found_states():
             super().on_step(callback)
         else:
-            self._callbacks.append(callback)
+            self._calls.append(lambda state: state.on_step(callback))
 
     def set_ratio(self, ratio: float | None) -> None:
         """Send another share of elements from the next step on, as `OptimizerState.set_ratio`.
@@ -181,7 +180,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         else:
             if ratio is not None:
                 Schedule(self.config).check(ratio)
-            self._asked = [ratio]
+            self._calls.append(lambda state: state.set_ratio(ratio))
 
     def state_of(
         self,
@@ -209,20 +208,19 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         if state not in self._states:
             self._states[state] = weakref.ref(memory)
             reporting.watch(state)
-            if self._manager is not None:
-                with tf.init_scope():
-                    state.keep_with(self._manager)
-            for callback in self._callbacks:
-                state.on_step(callback)
-            self._callbacks.clear()
             with tf.init_scope():
-                for ratio in self._asked:
-                    state.set_ratio(ratio)
-            self._asked.clear()
-            if self._waiting:
-                with tf.init_scope():
-                    state.load_state_dict(self._waiting.pop(0))
+                self._begin_state(state)
         return state
+
+    def _begin_state(self, state: OptimizerState) -> None:
+        """Give a new state what this compressor was asked for before."""
+        if self._manager is not None:
+            state.keep_with(self._manager)
+        for call in self._calls:
+            call(state)
+        self._calls.clear()
+        if self._waiting:
+            state.load_state_dict(self._waiting.pop(0))
 
     def keep(self, name: str, commit_dir: str | os.PathLike[str] | None) -> Manager:
         """Keep residuals through an elastic job; called by `horovod_topk.tensorflow.elastic`.
