@@ -455,9 +455,14 @@ def test_two_runs_have_the_same_bits(case: Case) -> None:
 
 
 @pytest.mark.one_in(7)
-@cases(of=lambda method: type(method) not in (PowerSGD, TwoRounds), rows={**ROWS, **FEATURES})
+@cases(
+    of=lambda method: (
+        type(method) not in (PowerSGD, TwoRounds) and not isinstance(method.schedule, ByGradient)
+    ),
+    rows={**ROWS, **FEATURES},
+)
 def test_frameworks_send_and_apply_the_same_bits(case: Case) -> None:
-    """But for products of matrices, whose order of additions is the library's."""
+    """But for products of matrices and norms of gradients, which libraries add up in any order."""
     plan = replace(case, backend=NUMPY).plan()
     worlds = [World(plan, case.ranks, each) for each in (case.backend, NUMPY)]
     runs = [run(world, gradients_of(case), 4) for world in worlds]

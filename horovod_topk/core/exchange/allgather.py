@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 from horovod_topk.core.codec.payload_codec import PayloadCodec
@@ -44,10 +45,7 @@ class Allgather(Exchange[Array]):
         payload_bytes = sum(b.layout.payload_bytes + announced_bytes([b]) for b in plan.buckets)
         entries = sum(bucket.entries for bucket in plan.buckets)
         sent_bytes = (self.ranks - 1) * payload_bytes
-
-        def between(rank: int) -> int:
-            return self._in_a_ring(rank, sent_bytes)
-
+        between = partial(self._in_a_ring, sent_bytes)
         return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
 
 

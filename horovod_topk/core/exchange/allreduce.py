@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 from horovod_topk.core.codec.momentum import correct
@@ -70,10 +71,7 @@ class AllreduceExchange(Exchange[Array]):
         )
         entries = sum(bucket.entries for bucket in plan.buckets)
         sent_bytes = ring_allreduce_bytes(size, self.ranks)
-
-        def between(rank: int) -> int:
-            return self._in_a_ring(rank, sent_bytes)
-
+        between = partial(self._in_a_ring, sent_bytes)
         return self._traffic(plan, entries, size, sent_bytes, between)
 
 

@@ -308,7 +308,7 @@ class Exchange(abc.ABC, Generic[Array]):
     def _count(self, plan: Plan) -> Traffic:
         """Bytes that this rank sends in a step, computed anew."""
 
-    def _in_a_ring(self, rank: int, sent_bytes: int) -> int:
+    def _in_a_ring(self, sent_bytes: int, rank: int) -> int:
         """Part of what a rank sends to the next one in a ring that goes to another node."""
         assert self.nodes is not None
         return sent_bytes if (rank + 1) % self.ranks not in self.nodes.of(rank) else 0

@@ -99,7 +99,7 @@ class ShardedExchange(Exchange[Array]):
         def between(rank: int) -> int:
             assert self.nodes is not None
             away = self.ranks - len(self.nodes.of(rank))
-            return away * there + self._in_a_ring(rank, others * back)
+            return away * there + self._in_a_ring(others * back, rank)
 
         payload_bytes, sent_bytes = self.ranks * there + back, others * (there + back)
         return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
