@@ -10,17 +10,23 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-import curves
-import launch
+import matplotlib as mpl
+
+from horovod_topk.cli.process import follow, unprefixed
 from horovod_topk.cost.quantities import bits_per_second, rate
 
+mpl.use("Agg")  # no display is needed to write a file
+from matplotlib import pyplot as plt
+
+ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = "examples/pytorch_digits.py"
 PACED, RATE = "scripts/paced.py", "1gbit"
 RUNS = {"dense": ["--compression", "none"], "TopKEF": ["--compression", "topk"]}
-RESULTS = launch.ROOT / "build" / "demo"
-PICTURE = launch.ROOT / "build" / "demo.png"
+RESULTS = ROOT / "build" / "demo"
+PICTURE = ROOT / "build" / "demo.png"
 LIMIT_SECONDS = 85.0  # a run; both together have three minutes
 
 LINK = rate(bits_per_second(RATE))
@@ -38,13 +44,31 @@ NOTE = (
 )
 
 
+class RunFailedError(Exception):
+    """A run ended badly; the message has the command, why, and the end of its output."""
+
+
 def train(name: str, arguments: list[str]) -> dict[str, Any]:
-    """Runs the example on two ranks; returns what it wrote about itself."""
-    arguments = [RATE, EXAMPLE, *arguments]
-    print(f"\n$ {launch.command_line(PACED, arguments, ranks=2)}", flush=True)
-    path = RESULTS / f"{name.replace(' ', '-').lower()}.json"
+    """Run the example on two ranks, which print while it runs; return what it wrote about itself.
+
+    Raises:
+        RunFailedError: its exit status is not 0, or it ran into the limit.
+    """
+    path = RESULTS / f"{name.lower()}.json"
     path.unlink(missing_ok=True)
-    launch.run(PACED, [*arguments, "--json", str(path)], limit_seconds=LIMIT_SECONDS, echo=True)
+    script = [PACED, RATE, EXAMPLE, *arguments, "--json", str(path)]
+    shown = f"horovodrun -np 2 --gloo python {' '.join(script[:-2])}"
+    print(f"\n$ {shown}", flush=True)
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    ended = follow(
+        [horovodrun, "-np", "2", "--gloo", sys.executable, *script],
+        limit_seconds=LIMIT_SECONDS,
+        on_line=lambda line: print(unprefixed(line), end="", flush=True),
+        folder=ROOT,
+        environment={"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+    if why := ended.problem(LIMIT_SECONDS):
+        raise RunFailedError(f"{shown}: {why}\n{ended.tail}")
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 
@@ -75,25 +99,43 @@ def table(rows: list[tuple[str, ...]]) -> str:
     )
 
 
+def draw(runs: dict[str, dict[str, Any]]) -> None:
+    """Write a picture of the training loss against steps, bytes and seconds."""
+    figure, panels = plt.subplots(1, 3, figsize=(15, 4), sharey=True, dpi=120)
+    units = {
+        "steps": lambda run: 1,
+        "bytes sent by a rank (logarithmic)": lambda run: run["sent_bytes"],
+        "seconds, without evaluations": lambda run: run["seconds_per_step"],
+    }
+    for axes, (label, unit) in zip(panels, units.items(), strict=True):
+        for name, run in runs.items():
+            places = [step * unit(run) for step in run["history"]["step"]]
+            axes.plot(places, run["history"]["loss"], alpha=0.8, label=name)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set(ylabel="training loss", yscale="log")
+    panels[1].set_xscale("log")
+    panels[1].legend(frameon=False)
+    figure.suptitle(f"Digits, two ranks of one machine; each step paced as on a link of {LINK}")
+    figure.tight_layout()
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE)
+
+
 def main() -> int:
     """Runs both, then shows the table; the exit status is 0, 1 (a run failed) or 130."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
         runs = {name: train(name, arguments) for name, arguments in RUNS.items()}
-    except launch.RunFailedError as failure:
+    except RunFailedError as failure:
         print(f"\n{failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    curves.draw(
-        PICTURE,
-        f"Handwritten digits, two ranks of one machine; each step paced as on a link of {LINK}",
-        {name: [run] for name, run in runs.items()},
-        log=True,
-        timed=True,
-    )
+    draw(runs)
     print("\n" + table([COLUMNS, *(row(name, run) for name, run in runs.items())]))
-    print(f"\n{NOTE}\nLoss against steps, bytes and seconds: {PICTURE.relative_to(launch.ROOT)}")
+    print(f"\n{NOTE}\nLoss against steps, bytes and seconds: {PICTURE.relative_to(ROOT)}")
     return 0
 
 

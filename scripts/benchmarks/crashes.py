@@ -29,7 +29,6 @@ import harness
 import torch
 from tqdm import tqdm
 
-import launch
 import pages
 from benchmarks import crashes_account as account
 from elastic_hosts import Hosts
@@ -90,7 +89,7 @@ def disturb(command: list[str], folder: Path, kills: int, draw: random.Random, b
     Raises:
         SystemExit: the job failed, or ran into the limit.
     """
-    paths = [str(launch.ROOT), str(launch.ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(pages.ROOT), str(pages.ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     settings["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(GLOO_SECONDS)
     printed = folder / "output.txt"

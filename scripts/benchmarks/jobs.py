@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-import launch
 import pages
 from cluster import Cluster, ClusterError
 
@@ -62,7 +62,7 @@ class Jobs(Generic[Job]):
         except ClusterError as error:
             print(f"{self.page}: {error}", file=sys.stderr)
             return 1
-        print(f"written: {pages.write(self.page).relative_to(launch.ROOT)}")
+        print(f"written: {pages.write(self.page).relative_to(pages.ROOT)}")
         return 0
 
     def run(self, args: argparse.Namespace) -> None:
@@ -80,6 +80,11 @@ class Jobs(Generic[Job]):
         """The results, the new ones in place of those of the same job, in the order of the jobs."""
         results = results | {key: new}
         return {key: results[key] for key in self.named if key in results}
+
+
+def python_path() -> str:
+    """What a rank imports: this package, these scripts, and the examples' models and data."""
+    return os.pathsep.join(str(pages.ROOT / each) for each in ("", "scripts", "examples"))
 
 
 def on_hosts(
@@ -105,7 +110,7 @@ def on_hosts(
         prepare(hosts)
         file = Path(folder) / "found.json"
         ranks = ["horovodrun", "--gloo", sys.executable, *map(str, command), "--json", str(file)]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": launch.python_path()}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
         hosts.run(ranks, environment | dict(settings or {}), limit_seconds=limit_seconds)
         found: dict[str, Any] = json.loads(file.read_text())
         return found

@@ -39,8 +39,7 @@ from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps
-from launch import ROOT
-from pages import RESULTS, made, write
+from pages import RESULTS, ROOT, made, write
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 ISAS = ("avx512", "avx2", "portable")

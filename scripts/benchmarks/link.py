@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import launch
+from benchmarks.jobs import python_path
 from cluster import Cluster, Link
 from cluster.host import INTERFACE
+from pages import ROOT
 
 RATES = ("400mbit", "100mbit", "20mbit", "400mbit")
 RATIOS = (0.02, 0.1, 0.25, 1.0)
@@ -104,13 +105,13 @@ def measure(folder: Path, arguments: list[str], cluster: Cluster, rates: tuple[s
     out = folder / "out.json"
     rank = [
         sys.executable,
-        str(launch.ROOT / "scripts" / "bench.py"),
+        str(ROOT / "scripts" / "bench.py"),
         "link",
         "--out",
         str(out),
         *arguments,
     ]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": launch.python_path()}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = cluster.start(["horovodrun", "--gloo", *rank], environment, **quiet)
     waiting = list(enumerate(rates))[1:]

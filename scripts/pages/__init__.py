@@ -17,7 +17,8 @@ from typing import Any
 
 from pages.markdown import filled
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 RESULTS = DOCS / "results"
 Values = Mapping[str, Any]  # texts, numbers, and functions that return text
 REPORTS = {  # the pages of benchmarks -> the module whose `values` turns results into figures

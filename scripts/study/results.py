@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import launch
 from horovod_topk.cli.compare.records import Record, Store
 from horovod_topk.cli.compare.result import Found
 from horovod_topk.cli.compare.session import results
 from horovod_topk.cli.compare.settings import Settings, of_file
 from horovod_topk.core.run.substitute import Substitute, parse
+from pages import RESULTS
 from pages.markdown import spread, standard_error
 
-RESULTS = launch.ROOT / "docs" / "results"
 DENSE = "dense"
 
 
