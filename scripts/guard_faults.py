@@ -31,6 +31,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from horovod_topk.cli.compare.simulated.exchanges import Compressed
 from horovod_topk.cli.compare.simulated.training import Job
 from horovod_topk.core.control.guard import FLUSHING
 from horovod_topk.core.run.substitute import parse
+from pages.markdown import table
 from study import loops, workloads
 
 RANKS = 4
@@ -183,15 +185,12 @@ def _timed(
 def cells(what: str, runs: int) -> Iterator[tuple[tuple[str, str, int], Callable[[], Any]]]:
     """Runs to make: (name, guard, seed), and a function for each."""
     if what == "healthy":
-        for name, fault in HEALTHY.items():
-            for seed in range(runs):
-                yield ("healthy, " + name, "Guard()", seed), partial(train, fault, "Guard()", seed)
+        for (name, fault), seed in product(HEALTHY.items(), range(runs)):
+            yield (f"healthy, {name}", "Guard()", seed), partial(train, fault, "Guard()", seed)
         return
-    for name, fault in FAULTS.items():
-        for seed in range(2):
-            for shown, guard in GUARDS.items():
-                yield (name, shown, seed), partial(train, fault, guard, seed)
-    for seed in range(2):
+    for (name, fault), seed, (shown, guard) in product(FAULTS.items(), (0, 1), GUARDS.items()):
+        yield (name, shown, seed), partial(train, fault, guard, seed)
+    for seed in (0, 1):
         yield ("link", "Guard(slower=1.2)", seed), partial(link, seed)
 
 
@@ -208,19 +207,19 @@ def run_all(what: str, runs: int, output: Path) -> None:
 
 def read(output: Path) -> list[dict[str, Any]]:
     """Read the stored runs."""
-    if not output.exists():
-        return []
-    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    return list(map(json.loads, output.read_text().splitlines())) if output.exists() else []
 
 
-def metric(found: dict[str, Any]) -> float | None:
-    """A run's final score: bits a byte, or the accuracy on digits."""
-    score = found["score"]
-    return score.get("bits_per_byte", score.get("accuracy"))  # type: ignore[no-any-return]
+def shown(found: dict[str, Any]) -> str:
+    """A run's final score, as text: bits a byte, or the accuracy on digits."""
+    if "score" not in found:
+        return ""
+    value = found["score"].get("bits_per_byte", found["score"].get("accuracy"))
+    return "not finite" if value is None else f"{value:.3f}"
 
 
-def table(runs: Iterable[dict[str, Any]]) -> None:
-    """Print the results as a Markdown table."""
+def tables(runs: Iterable[dict[str, Any]]) -> str:
+    """The results as a Markdown table, and a line on healthy runs."""
     by_name: dict[tuple[str, int], dict[str, Any]] = {}
     healthy = []
     for each in runs:
@@ -228,25 +227,16 @@ def table(runs: Iterable[dict[str, Any]]) -> None:
             healthy.append(each)
         else:
             by_name.setdefault((each["name"], each["seed"]), {})[each["guard"]] = each
-    print("| fault | seed | dense | no guard | guard | warned | fell back, rule |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    rows = []
     for (name, seed), found in by_name.items():
-        shown = [
-            number(metric(found[g])) if g in found and "score" in found[g] else "" for g in GUARDS
-        ]
-        with_guard = found.get("Guard()", found.get("Guard(slower=1.2)", {}))
-        fell = with_guard.get("fell")
+        guarded = found.get("Guard()", found.get("Guard(slower=1.2)", {}))
+        fell, scores = guarded.get("fell"), (shown(found.get(guard, {})) for guard in GUARDS)
         end = "no" if fell is None else f"{fell[0]}, {fell[1]}"
-        cells = [name, str(seed), *shown, str(with_guard.get("warned") or ""), end]
-        print(f"| {' | '.join(cells)} |")
-    fell = [each for each in healthy if each["fell"]]
-    warned = [each for each in healthy if each["warned"]]
-    print(f"\n{len(healthy)} healthy runs: {len(fell)} fell back, {len(warned)} warned")
-
-
-def number(value: float | None) -> str:
-    """Format a score for the table."""
-    return "not finite" if value is None else f"{value:.3f}"
+        rows.append([name, str(seed), *scores, str(guarded.get("warned") or ""), end])
+    head = ("fault", "seed", "dense", "no guard", "guard", "warned", "fell back, rule")
+    fell_back, warned = (sum(bool(each[what]) for each in healthy) for what in ("fell", "warned"))
+    counts = f"{len(healthy)} healthy runs: {fell_back} fell back, {warned} warned"
+    return f"{table(head, rows)}\n\n{counts}"
 
 
 def main() -> None:
@@ -259,7 +249,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # skipped on purpose
     if asked.what == "table":
-        table(read(asked.output))
+        print(tables(read(asked.output)))
     else:
         run_all(asked.what, asked.runs, asked.output)
 
