@@ -10,7 +10,7 @@ from functools import cached_property
 from numbers import Real
 from typing import Any, Self
 
-from horovod_topk.errors import ConfigError, UnknownSettingError
+from horovod_topk.errors import ConfigError, UnknownSettingError, check
 from horovod_topk.guard import Guard
 from horovod_topk.ratios import DENSE, Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
 from horovod_topk.schedules import Schedule
@@ -126,16 +126,30 @@ class Settings:
     def __post_init__(self) -> None:
         check_choice("exchange", self.exchange, self.exchanges)
         check_choice("residuals", self.residuals, RESIDUALS)
-        _check_min_numel(self.min_numel)
+        is_size = type(self.min_numel) is int and self.min_numel >= 0
+        what = "is not a whole number of elements >= 0"
+        cure = "Pass 0 to compress every tensor, or a size such as 1024"
+        check(is_size, "min_numel", self.min_numel, what, cure)
         object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
-        _check_schedule(self.schedule)
-        _check_guard(self.guard)
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_nesterov(self.nesterov, self.momentum)
-        _check_follow_lr(self.follow_lr)
         object.__setattr__(self, "ratios", checked_rules(self.ratios))
-        _check_name(self.name)
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        cure = "Pass one of horovod_topk.schedules, such as schedule=Accordion(), or None"
+        is_one = self.schedule is None or isinstance(self.schedule, Schedule)
+        check(is_one, "schedule", self.schedule, "is not a schedule", cure)
+        cure = "Pass guard=horovod_topk.guard.Guard(), or None for none"
+        is_one = self.guard is None or isinstance(self.guard, Guard)
+        check(is_one, "guard", self.guard, "is not a Guard", cure)
+        cure = "Pass follow_lr=True, and the learning rate to the optimizer"
+        is_flag = type(self.follow_lr) is bool
+        check(is_flag, "follow_lr", self.follow_lr, "is neither True nor False", cure)
+        is_name = self.name is None or (isinstance(self.name, str) and bool(self.name))
+        cure = "Pass a name that is the same on every rank and unique to this optimizer"
+        check(is_name, "name", self.name, "is not a non-empty string", cure)
 
     @property
     def exchanges(self) -> tuple[str, ...]:
@@ -353,51 +367,38 @@ def _nesterov_fields(momentum: object, kind: object) -> dict[str, Any]:
 
 def check_flag(setting: str, value: object) -> None:
     """Raise ConfigError if the value of a setting is neither True nor False."""
-    if type(value) is not bool:
-        raise ConfigError(
-            f"{setting}={value!r} is neither True nor False",
-            cure=f"Pass {setting}=True or {setting}=False",
-        )
+    cure = f"Pass {setting}=True or {setting}=False"
+    check(type(value) is bool, setting, value, "is neither True nor False", cure)
 
 
 def check_whole(setting: str, value: object, least: int, most: int, example: int) -> None:
     """Raise ConfigError if the value of a setting is not an integer from `least` to `most`."""
-    if type(value) is not int or not least <= value <= most:
-        raise ConfigError(
-            f"{setting}={value!r} is no whole number from {least} to {most}",
-            cure=f"Pass a whole number in this range, such as {setting}={example}",
-        )
+    is_valid = type(value) is int and least <= value <= most
+    cure = f"Pass a whole number in this range, such as {setting}={example}"
+    check(is_valid, setting, value, f"is no whole number from {least} to {most}", cure)
 
 
 def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ConfigError for a value that is not a choice, and suggest the nearest choice."""
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            f"{setting}={value!r} is not one of the choices",
-            cure=f"{hint}Pass one of {', '.join(map(repr, choices))}",
-        )
-
-
-def _check_min_numel(min_numel: object) -> None:
-    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
-        raise ConfigError(
-            f"min_numel={min_numel!r} is not a whole number of elements >= 0",
-            cure="Pass 0 to compress every tensor, or a size such as 1024",
-        )
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    cure = f"{hint}Pass one of {', '.join(map(repr, choices))}"
+    check(value in choices, setting, value, "is not one of the choices", cure)
 
 
 def _checked_norm(norm: object) -> float | None:
     if norm is None:
         return None
-    if isinstance(norm, bool) or not isinstance(norm, Real) or not 0.0 < float(norm) < math.inf:
-        raise ConfigError(
-            f"clip_norm={norm!r} is not a number above 0",
-            cure="Pass the norm that clip_grad_norm_ would clip exchanged gradients to, such as "
-            "clip_norm=1.0, or None",
-        )
-    return float(norm)
+    is_number = isinstance(norm, Real) and not isinstance(norm, bool)
+    check(
+        is_number and 0.0 < float(norm) < math.inf,  # type: ignore[arg-type]
+        "clip_norm",
+        norm,
+        "is not a number above 0",
+        "Pass the norm that clip_grad_norm_ would clip exchanged gradients to, such as "
+        "clip_norm=1.0, or None",
+    )
+    return float(norm)  # type: ignore[arg-type]
 
 
 def _checked_warmup(warmup: object) -> int | Stretches | None:
@@ -414,22 +415,6 @@ def _checked_warmup(warmup: object) -> int | Stretches | None:
         cure="Pass a whole number of steps above 0, such as warmup=1000, or pairs whose steps "
         "ascend, such as warmup=[(500, 0.25), (1000, 0.05)]",
     )
-
-
-def _check_schedule(schedule: object) -> None:
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise ConfigError(
-            f"schedule={schedule!r} is not a schedule",
-            cure="Pass one of horovod_topk.schedules, such as schedule=Accordion(), or None",
-        )
-
-
-def _check_guard(guard: object) -> None:
-    if guard is not None and not isinstance(guard, Guard):
-        raise ConfigError(
-            f"guard={guard!r} is not a Guard",
-            cure="Pass guard=horovod_topk.guard.Guard(), or None for none",
-        )
 
 
 def _exponential(steps: int, ratio: float) -> Stretches:
@@ -463,20 +448,4 @@ def _check_nesterov(nesterov: bool, momentum: float) -> None:
         raise ConfigError(
             f"momentum=({momentum}, {NESTEROV!r}) is Nesterov's form of no momentum",
             cure="Pass momentum=(0.9, 'nesterov'), or momentum=0",
-        )
-
-
-def _check_follow_lr(follow_lr: object) -> None:
-    if type(follow_lr) is not bool:
-        raise ConfigError(
-            f"follow_lr={follow_lr!r} is neither True nor False",
-            cure="Pass follow_lr=True, and the learning rate to the optimizer",
-        )
-
-
-def _check_name(name: object) -> None:
-    if name is not None and (not isinstance(name, str) or not name):
-        raise ConfigError(
-            f"name={name!r} is not a non-empty string",
-            cure="Pass a name that is the same on every rank and unique to this optimizer",
         )

@@ -38,6 +38,19 @@ class ConfigError(TopKError, ValueError):
     """A setting is out of its range, or does not fit another setting or the optimizer."""
 
 
+def check(is_valid: bool, setting: str, value: object, problem: str, cure: str) -> None:
+    """Raise ConfigError about a setting unless its value is valid.
+
+    Args:
+        is_valid: whether it is.
+        setting, value: name and value.
+        problem: what follows them in the message.
+        cure: as of `TopKError`.
+    """
+    if not is_valid:
+        raise ConfigError(f"{setting}={value!r} {problem}", cure=cure)
+
+
 class UnknownSettingError(TopKError, TypeError):
     """A keyword argument is not a setting."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from horovod_topk.errors import ConfigError
+from horovod_topk.errors import ConfigError, check
 from horovod_topk.ratios import checked_ratio
 
 Profiles = tuple[tuple[float, tuple[tuple[str, Any], ...]], ...]
@@ -209,16 +209,12 @@ def _pairs(settings: object) -> tuple[tuple[str, Any], ...]:
 def check_above(setting: str, value: object, least: float) -> None:
     """Raise ConfigError if the value of a setting is not a number above `least`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and least < float(value) < math.inf):  # type: ignore[arg-type]
-        raise ConfigError(
-            f"{setting}={value!r} is not a number above {least}",
-            cure="Pass such a number, or leave it out",
-        )
+    is_valid = is_number and least < float(value) < math.inf  # type: ignore[arg-type]
+    cure = "Pass such a number, or leave it out"
+    check(is_valid, setting, value, f"is not a number above {least}", cure)
 
 
 def check_steps(setting: str, value: object) -> None:
     """Raise ConfigError if the value of a setting is not a number of steps, 1 or more."""
-    if type(value) is not int or value < 1:
-        raise ConfigError(
-            f"{setting}={value!r} is not a number of steps", cure="Pass a whole number from 1 on"
-        )
+    is_valid, cure = type(value) is int and value > 0, "Pass a whole number from 1 on"
+    check(is_valid, setting, value, "is not a number of steps", cure)
