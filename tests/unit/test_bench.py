@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -338,11 +337,6 @@ def test_a_picture_of_several_bandwidths(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "picture.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="differ in more than bandwidth"):
         draw(tmp_path / "picture.png", [fast, slow | {"ranks": 2}])
-
-
-def test_a_result_survives_a_file() -> None:
-    found = result(method("none", 0.1), method("dense", 0.2))
-    assert table(json.loads(json.dumps(found))) == table(found)
 
 
 # Verdict

@@ -49,11 +49,18 @@ NETWORK = Network(bandwidth=1e9, latency=5e-5, overhead=1e-3)
 MACHINE = Machine(NETWORK, KERNELS)
 APART, TOGETHER = nodes_of(8, 1), nodes_of(8, 4)
 SPECS = known_specs("resnet18")
+CONFIG = TopK(ratio=0.01, values="float32")
+ONE = [TensorSpec("w", (10_000,), "float32")]
 TRAINING = Training(compute=0.0625)
 
 
 def machine(bandwidth: float) -> Machine:
     return replace(MACHINE, network=replace(NETWORK, bandwidth=bandwidth))
+
+
+def listed(nodes: Nodes, *values: str) -> list[Strategy]:
+    """Dense, fp16, PowerSGD, and each of our exchanges with these formats."""
+    return all_strategies(SPECS, nodes, CONFIG, rank=4, values=values)
 
 
 # Collectives
@@ -90,8 +97,7 @@ def test_legs_of_a_hierarchical_exchange_follow_each_other() -> None:
 @pytest.mark.parametrize("kind", ["allgather", "sharded", "hierarchical"])
 @pytest.mark.parametrize("nodes", [APART, TOGETHER, nodes_of(4, 4), nodes_of(7, 3)])
 @pytest.mark.parametrize("values", ["float32", "int8"])
-def test_bytes_are_those_of_traffic(kind: str, nodes: object, values: str) -> None:
-    assert isinstance(nodes, type(APART))
+def test_bytes_are_those_of_traffic(kind: str, nodes: Nodes, values: str) -> None:
     config = TopK(values=values, ratio=0.01)
     strategy, plan = compressed(SPECS, nodes, kind, config), make_plan(SPECS, config)
     each = [exchange_of(kind, nodes, rank).traffic(plan) for rank in range(sum(nodes.sizes))]
@@ -123,10 +129,9 @@ def test_nodes_of_a_kind_send_as_much() -> None:
 
 def test_uneven_nodes_have_few_owners() -> None:
     """7 ranks on nodes of 3, 3 and 1: one owner a node, to whom the others send all they have."""
-    specs, config = [TensorSpec("w", (10_000,), "float32")], TopK(ratio=0.01, values="float32")
-    collective = compressed(specs, nodes_of(7, 3), "hierarchical", config).pieces[0].collective
+    collective = compressed(ONE, nodes_of(7, 3), "hierarchical", CONFIG).pieces[0].collective
     exchange = exchange_of("hierarchical", nodes_of(7, 3))
-    payload = exchange.sharded(make_plan(specs, config).buckets[0]).sum_bytes
+    payload = exchange.sharded(make_plan(ONE, CONFIG).buckets[0]).sum_bytes
     assert collective.sent_bytes == 40_000 + 3 * payload  # the second rank hands on what it has got
     assert collective.added_bytes == 2 * 40_000
     assert collective.local_bytes == 2 * 40_000  # which the owner gets
@@ -135,7 +140,7 @@ def test_uneven_nodes_have_few_owners() -> None:
 
 def test_owners_of_even_nodes_by_hand() -> None:
     """4 ranks on 2 nodes: an owner sends and gets half of 2048 elements, and hands on its half."""
-    specs, config = [TensorSpec("w", (2048,), "float32")], TopK(ratio=0.01, values="float32")
+    specs, config = [TensorSpec("w", (2048,), "float32")], CONFIG
     collective = compressed(specs, nodes_of(4, 2), "hierarchical", config).pieces[0].collective
     exchange = exchange_of("hierarchical", nodes_of(4, 2))
     payload = exchange.sharded(make_plan(specs, config).buckets[0]).sum_bytes
@@ -152,25 +157,23 @@ def test_bytes_of_dense_and_fp16() -> None:
 
 def test_messages_by_hand() -> None:
     """4 ranks: a ring of 3; an alltoall of 3 and 3 lengths; 6 that negotiate each collective."""
-    specs, config = [TensorSpec("w", (10_000,), "float32")], TopK(ratio=0.01, values="float32")
-    gather = compressed(specs, nodes_of(4, 1), "allgather", config).pieces[0]
+    gather = compressed(ONE, nodes_of(4, 1), "allgather", CONFIG).pieces[0]
     assert (gather.collective.collectives, gather.collective.rounds) == (1, 3 + 6)
-    sharded = compressed(specs, nodes_of(4, 1), "sharded", config).pieces[0]
+    sharded = compressed(ONE, nodes_of(4, 1), "sharded", CONFIG).pieces[0]
     assert (sharded.collective.collectives, sharded.collective.rounds) == (2, 6 + 3 + 12)
-    nested = compressed(specs, nodes_of(4, 2), "hierarchical", config).pieces[0]
+    nested = compressed(ONE, nodes_of(4, 2), "hierarchical", CONFIG).pieces[0]
     assert (nested.collective.collectives, nested.collective.rounds) == (3, (2 + 1 + 4) + (1 + 2))
 
 
 def test_work_by_hand() -> None:
     """10,000 elements at 1%: 100 entries of each of 4 ranks."""
-    specs, config = [TensorSpec("w", (10_000,), "float32")], TopK(ratio=0.01, values="float32")
-    gather = compressed(specs, nodes_of(4, 1), "allgather", config).pieces[0]
+    gather = compressed(ONE, nodes_of(4, 1), "allgather", CONFIG).pieces[0]
     assert (gather.before, gather.after) == (Work(encoded=10_000), Work(0, 10_000, 400))
-    sharded = compressed(specs, nodes_of(4, 1), "sharded", config).pieces[0]
+    sharded = compressed(ONE, nodes_of(4, 1), "sharded", CONFIG).pieces[0]
     back = 3 * 26 + 24  # of shards of 2,560 and 2,320, each rounded up
     assert sharded.after == Work(2_500, 12_500, 100 + back)
     less = compressed(
-        specs, nodes_of(4, 1), "sharded", replace(config, exchange="sharded", gather_ratio=0.001)
+        ONE, nodes_of(4, 1), "sharded", replace(CONFIG, exchange="sharded", gather_ratio=0.001)
     )
     assert less.pieces[0].after == Work(2_500, 12_500, 100 + 4 * 3)
 
@@ -254,7 +257,7 @@ def test_ranks_that_share_cores_compute_slowly() -> None:
     assert (shared.slowdown(1), shared.slowdown(8)) == (1.0, 4.0)
     assert replace(shared, crowd=6).slowdown(1) == 3.0
     assert MACHINE.slowdown(8) == 1.0
-    strategy = compressed(SPECS, APART, "allgather", TopK(ratio=0.01, values="float32"))
+    strategy = compressed(SPECS, APART, "allgather", CONFIG)
     crowded = replace(shared, crowd=6)
     quick, slow = (step(strategy, m, TRAINING, overlap=False) for m in (MACHINE, crowded))
     assert slow.kernels == pytest.approx(3 * quick.kernels)
@@ -262,11 +265,8 @@ def test_ranks_that_share_cores_compute_slowly() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("nodes", [APART, TOGETHER])
-def test_more_bandwidth_is_never_slower(nodes: object, overlap: bool) -> None:
-    assert isinstance(nodes, type(APART))
-    for strategy in all_strategies(
-        SPECS, nodes, TopK(ratio=0.01, values="float32"), rank=4, values=["float32", "int4"]
-    ):
+def test_more_bandwidth_is_never_slower(nodes: Nodes, overlap: bool) -> None:
+    for strategy in listed(nodes, "float32", "int4"):
         times = [
             step(strategy, machine(10 ** (6 + i / 4)), TRAINING, overlap=overlap).seconds
             for i in range(25)
@@ -276,9 +276,7 @@ def test_more_bandwidth_is_never_slower(nodes: object, overlap: bool) -> None:
 
 
 def test_overlap_never_costs_and_hides_no_more_than_all() -> None:
-    for strategy in all_strategies(
-        SPECS, APART, TopK(ratio=0.01, values="float32"), rank=4, values=["float32"]
-    ):
+    for strategy in listed(APART, "float32"):
         alone, overlapped = (step(strategy, MACHINE, TRAINING, overlap=o) for o in (False, True))
         assert 0 <= overlapped.hidden <= 1
         assert overlapped.seconds <= alone.seconds + 1e-12
@@ -291,10 +289,7 @@ def test_overlap_never_costs_and_hides_no_more_than_all() -> None:
 @pytest.mark.parametrize("kind", ["allgather", "sharded"])
 def test_a_crossing_is_one(kind: str, overlap: bool) -> None:
     """At it both take equally long; below it ours is faster, above it dense."""
-    other, plain = (
-        compressed(SPECS, APART, kind, TopK(ratio=0.01, values="float32")),
-        dense(SPECS, APART),
-    )
+    other, plain = compressed(SPECS, APART, kind, CONFIG), dense(SPECS, APART)
     (span,) = faster(plain, other, MACHINE, TRAINING, overlap=overlap)
     assert span.above == 0
     assert 1e6 < (at := span.below) < 1e12
@@ -311,10 +306,7 @@ def test_a_crossing_is_one(kind: str, overlap: bool) -> None:
 
 
 def test_there_may_be_no_crossing() -> None:
-    plain, other = (
-        dense(SPECS, APART),
-        compressed(SPECS, APART, "allgather", TopK(ratio=0.01, values="float32")),
-    )
+    plain, other = dense(SPECS, APART), compressed(SPECS, APART, "allgather", CONFIG)
     free = replace(MACHINE, kernels=NOTHING)
     assert faster(plain, other, free, TRAINING, overlap=False) == (Span(0.0, math.inf),)
     assert faster(plain, plain, free, TRAINING, overlap=False) == ()
@@ -343,9 +335,7 @@ def test_bandwidths_in_words() -> None:
 
 
 def test_on_one_node_no_bandwidth_is_named() -> None:
-    strategies = all_strategies(
-        SPECS, nodes_of(4, 4), TopK(ratio=0.01, values="float32"), rank=4, values=["float32"]
-    )
+    strategies = listed(nodes_of(4, 4), "float32")
     for local in (1e8, 1e14):
         here = replace(MACHINE, network=replace(NETWORK, local_bandwidth=local))
         table = rows(strategies, here, TRAINING, overlap=True)
@@ -357,9 +347,7 @@ def test_on_one_node_no_bandwidth_is_named() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_verdict_flips_at_the_last_crossing(overlap: bool) -> None:
-    strategies = all_strategies(
-        SPECS, APART, TopK(ratio=0.01, values="float32"), rank=4, values=["float32", "int8"]
-    )
+    strategies = listed(APART, "float32", "int8")
     last = max(
         row.faster[-1].below
         for row in rows(strategies, MACHINE, TRAINING, overlap=overlap)
@@ -381,18 +369,14 @@ def test_the_verdict_flips_at_the_last_crossing(overlap: bool) -> None:
 
 
 def test_signs_are_not_recommended() -> None:
-    strategies = all_strategies(
-        SPECS, APART, TopK(ratio=0.01, values="float32"), rank=4, values=["float32", "sign"]
-    )
+    strategies = listed(APART, "float32", "sign")
     found = judge(rows(strategies, machine(1e7), TRAINING, overlap=False), overlap=False)
     assert found.compress
     assert "values='float32'" in found.text
 
 
 def test_the_verdict_names_what_is_faster_still() -> None:
-    strategies = all_strategies(
-        SPECS, APART, TopK(ratio=0.01, values="float32"), rank=4, values=["float32"]
-    )
+    strategies = listed(APART, "float32")
 
     def verdict(kernels: Kernels, bandwidth: float) -> str:
         here = replace(machine(bandwidth), kernels=kernels)

@@ -23,6 +23,7 @@ from horovod_topk.reporting import RANKS
 pytestmark = pytest.mark.tools
 
 BOTH = Build(("torch", "tensorflow"), ("gloo", "mpi"))
+BROKEN = Build(("torch",), error="undefined symbol")
 
 
 def lines(*, isolated: bool = False, **variables: str) -> dict[str, str]:
@@ -97,49 +98,66 @@ def test_a_version_is_found_however_the_distribution_is_spelt(
     assert version("none", module="a_stray") == "of unknown version"
 
 
-def test_horovod() -> None:
-    assert not software.horovod("0.28.1", BOTH).cure
-    other = software.horovod("0.27.0", BOTH).cure
-    assert other.startswith("0.28.1 is: `make setup` builds it; pip alone does not")
-    assert "make setup" in software.horovod(None, None).cure
-    broken = Build(("torch",), error="undefined symbol")
-    assert "cannot be used: undefined symbol" in software.horovod("0.28.1", broken).found
+def nowhere(name: str) -> str:
+    raise OSError(name)
 
 
-def test_controllers_and_nccl() -> None:
-    assert software.controllers(BOTH).found == "gloo, mpi"
-    assert "HOROVOD_WITH_GLOO=1" in software.controllers(Build(())).cure
-    assert not software.nccl(BOTH, gpu=False).cure
-    assert "HOROVOD_GPU_OPERATIONS=NCCL" in software.nccl(BOTH, gpu=True).cure
-    assert software.nccl(Build((), (), nccl=True), gpu=True).found == "built in"
+MPIRUN, VENV = "/venv/bin/mpirun", Path("/venv")
+LOCAL, CARD = {"lo": ["127.0.0.1"]}, {"eth0": ["10.0.0.1"]}
+TORCH = "torch", "HOROVOD_WITH_PYTORCH"
+OWN = "horovod_topk.tensorflow.keras"
+FINDINGS = [  # a finding, the end of what it says, and a part of its cure
+    (software.horovod("0.28.1", BOTH), "0.28.1", ""),
+    (software.horovod("0.27.0", BOTH), "0.27.0, not tested", "0.28.1 is: `make setup` builds it"),
+    (software.horovod(None, None), "not installed", "make setup"),
+    (software.horovod("0.28.1", BROKEN), "cannot be used: undefined symbol", "make setup"),
+    (software.controllers(BOTH), "gloo, mpi", ""),
+    (software.controllers(Build(())), "cannot find each other", "HOROVOD_WITH_GLOO=1"),
+    (software.nccl(BOTH, gpu=False), "not built in", ""),
+    (software.nccl(BOTH, gpu=True), "through the host", "HOROVOD_GPU_OPERATIONS=NCCL"),
+    (software.nccl(Build((), (), nccl=True), gpu=True), "built in", ""),
+    (software.framework("PyTorch", "2.13.0", *TORCH, BOTH), "2.13.0", ""),
+    (software.framework("PyTorch", None, *TORCH, BOTH), "not installed", ""),
+    (software.framework("PyTorch", "2", *TORCH, Build(())), "not built for", "WITH_PYTORCH=1"),
+    (software.keras("3.15.1", "2.20.1", legacy=False), "with Keras 3", OWN),
+    (software.keras("3.15.1", None, legacy=False), "with Keras 3", "pip install tf-keras"),
+    (software.keras("3.15.1", "2.20.1", legacy=True), "by TF_USE_LEGACY_KERAS=1", ""),
+    (software.keras("3.15.1", None, legacy=True), "without tf-keras", "pip install tf-keras"),
+    (software.keras("2.15.0", None, legacy=False), "2.15.0", ""),
+    (software.keras(None, None, legacy=False), "not installed", ""),
+    (software.data_parallel(["gloo", "mpi"]), "horovod_topk.ddp, over gloo, mpi", ""),
+    (software.data_parallel(None), "not available", ""),
+    (system.mpirun("/bin/mpirun", lambda _: "Open MPI"), "Open MPI (/bin/mpirun)", ""),
+    (system.mpirun(None, lambda _: None), "not found", "--gloo"),
+    (system.mpirun("/bin/mpirun", lambda _: None), "does not run", "--gloo"),
+    (system.mpirun(MPIRUN, str, wheel=True), "", "export OPAL_PREFIX=/venv, because"),
+    (system.mpirun(MPIRUN, str, wheel=True, environment={"OPAL_PREFIX": "/venv"}), "", ""),
+    (system.without_launcher(VENV, {}), "aborts in hvd.init()", "-np 1 python train.py; or export"),
+    (system.without_launcher(VENV, {"OPAL_PREFIX": "/venv"}), "as a single rank", ""),
+    (system.without_launcher(None, {}), "as a single rank", ""),
+    (system.ssh(None), "on this host only", "openssh-client"),
+    (system.ssh("/usr/bin/ssh"), "/usr/bin/ssh", ""),
+    (system.host_name("lonely", nowhere), "Gloo needs it", "/etc/hosts"),
+    (system.host_name("here", lambda _: "10.0.0.1"), "here, 10.0.0.1", ""),
+    (  # as Debian's /etc/hosts has it; see docs/across-nodes.md
+        system.host_name("debian", lambda _: "127.0.1.1"),
+        "debian, 127.0.1.1: usable on this host only",
+        "in /etc/hosts an address that the others can reach",
+    ),
+    (system.interfaces(LOCAL), "usable on this host only", "connect this one"),
+    (system.interfaces(LOCAL | CARD), "share: eth0", ""),
+    (
+        system.interfaces(LOCAL | CARD | {"docker0": ["172.17.0.1"]}),
+        "of docker0, eth0",
+        "--network-interfaces eth0",
+    ),
+]
 
 
-def test_frameworks() -> None:
-    def torch(found: str | None, build: Build | None) -> Finding:
-        return software.framework("PyTorch", found, "torch", "HOROVOD_WITH_PYTORCH", build)
-
-    assert torch("2.13.0", BOTH) == Finding("PyTorch", "2.13.0")
-    assert torch(None, BOTH) == Finding("PyTorch", "not installed")
-    assert "HOROVOD_WITH_PYTORCH=1" in torch("2.13.0", Build((), ("gloo",))).cure
-
-
-@pytest.mark.parametrize(
-    ("keras", "tf_keras", "legacy", "cured"),
-    [
-        ("3.15.1", "2.20.1", False, "horovod_topk.tensorflow.keras"),
-        ("3.15.1", None, False, "pip install tf-keras"),
-        ("3.15.1", "2.20.1", True, ""),
-        ("3.15.1", None, True, "pip install tf-keras"),
-        ("2.15.0", None, False, ""),
-        (None, None, False, ""),
-    ],
-)
-def test_keras_3_under_horovods_wrapper(
-    keras: str | None, tf_keras: str | None, legacy: bool, cured: str
-) -> None:
-    finding = software.keras(keras, tf_keras, legacy=legacy)
-    assert cured in finding.cure
-    assert bool(finding.cure) == bool(cured)
+@pytest.mark.parametrize(("finding", "said", "cure"), FINDINGS)
+def test_what_is_found_and_its_cure(finding: Finding, said: str, cure: str) -> None:
+    assert finding.found.endswith(said)
+    assert cure in finding.cure and bool(cure) == bool(finding.cure)
 
 
 # Kernels for the GPU
@@ -182,35 +200,6 @@ def test_a_gpu_without_triton(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Non
 # The machine
 
 
-def test_launchers() -> None:
-    assert system.mpirun("/bin/mpirun", lambda _: "Open MPI 4.1.8").found.startswith("Open MPI")
-    assert "--gloo" in system.mpirun(None, lambda _: None).cure
-    assert "does not run" in system.mpirun("/bin/mpirun", lambda _: None).found
-    assert "openssh-client" in system.ssh(None).cure
-    assert not system.ssh("/usr/bin/ssh").cure
-
-
-@pytest.mark.parametrize(
-    ("wheel", "environment", "cured"),
-    [(True, {}, True), (True, {"OPAL_PREFIX": "/venv"}, False), (False, {}, False)],
-)
-def test_the_wheel_of_open_mpi_is_told_where_it_is(
-    wheel: bool, environment: dict[str, str], cured: bool
-) -> None:
-    path = "/venv/bin/mpirun"
-    found = system.mpirun(path, lambda _: "Open MPI", wheel=wheel, environment=environment)
-    assert ("export OPAL_PREFIX=/venv, because" in found.cure) == cured
-    assert bool(found.cure) == cured
-
-
-def test_a_script_without_a_launcher() -> None:
-    aborting = system.without_launcher(Path("/venv"), {})
-    assert aborting.found == "`python train.py` aborts in hvd.init()"
-    assert aborting.cure.startswith("horovodrun -np 1 python train.py; or export OPAL_PREFIX=/venv")
-    assert not system.without_launcher(Path("/venv"), {"OPAL_PREFIX": "/venv"}).cure
-    assert not system.without_launcher(None, {}).cure
-
-
 @pytest.mark.parametrize("mpi", [True, False])
 @pytest.mark.parametrize("variable", [None, "OPAL_PREFIX", *RANKS])
 def test_what_a_script_says_before_it_would_abort(
@@ -251,37 +240,12 @@ def test_hvd_init_aborts_and_an_example_says_so() -> None:
     assert "MPI_Init" not in done.stderr
 
 
-def test_a_host_without_an_address() -> None:
-    def fails(name: str) -> str:
-        raise OSError(name)
-
-    assert "/etc/hosts" in system.host_name("lonely", fails).cure
-    assert system.host_name("here", lambda _: "10.0.0.1") == Finding("host name", "here, 10.0.0.1")
-
-
-def test_a_host_that_others_cannot_reach_by_its_name() -> None:
-    """As Debian's /etc/hosts has it; see docs/across-nodes.md."""
-    finding = system.host_name("debian", lambda _: "127.0.1.1")
-    assert finding.found == "debian, 127.0.1.1: usable on this host only"
-    assert "in /etc/hosts an address that the others can reach" in finding.cure
-
-
 def test_the_status_says_whether_ranks_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "find_build", lambda: Build(()))  # without a controller
     for module in (software, kernels, system):
         monkeypatch.setattr(module, "findings", lambda *_: iter(()))
     assert cli.main(["doctor"]) == 1
     assert cli.main(["doctor", "--no-exchange"]) == 0
-
-
-def test_network_interfaces() -> None:
-    local = {"lo": ["127.0.0.1"]}
-    assert "usable on this host only" in system.interfaces(local).found
-    one = system.interfaces({**local, "eth0": ["10.0.0.1"]})
-    assert one.found.endswith("share: eth0")
-    assert not one.cure
-    several = system.interfaces({**local, "docker0": ["172.17.0.1"], "eth0": ["10.0.0.1"]})
-    assert several.cure.endswith("--network-interfaces eth0")
 
 
 # The exchange
@@ -300,11 +264,6 @@ def test_how_a_launch_is_read() -> None:
 def test_no_launch_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert "activate" in exchange.meet(["gloo"]).cure
-
-
-def test_what_ddp_can_exchange_with() -> None:
-    assert software.data_parallel(["gloo", "mpi"]).found == "horovod_topk.ddp, over gloo, mpi"
-    assert software.data_parallel(None).found == "not available"
 
 
 def test_without_horovod_torchs_own_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
