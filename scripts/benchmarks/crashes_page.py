@@ -5,10 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from pages import Values, stored
+from pages import Values
 from pages.markdown import table
-
-read = stored
 
 
 def values(found: dict[str, Any]) -> Values:

@@ -9,10 +9,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from pages import RESULTS, Values, stored
+from pages import RESULTS, Values
 from pages.markdown import table
-
-read = stored
 
 # Multiples of the floor, at 25 million elements and 1%.
 TARGETS = {"avx512, sampled": 1.3, "avx512, exact": 2.3, "avx2, sampled": 1.6}

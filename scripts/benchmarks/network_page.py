@@ -14,10 +14,9 @@ from horovod_topk.cli.bench.methods import KINDS, NONE
 from horovod_topk.cli.bench.picture import draw
 from horovod_topk.cli.bench.table import heading, rows_of, times
 from horovod_topk.cost import quantities
-from pages import RESULTS, Values, stored
+from pages import RESULTS, Values
 from pages.markdown import table
 
-read = stored
 DENSE, WAITING, DDP, PEER = "dense", "dense-waiting", "ddp", "powersgd"
 BASELINES = (WAITING, DDP, "ddp-fp16", DENSE, PEER)  # the fairest comparison first
 TOPK, OVER_DDP = "topk", "ddp+topk"  # TopKEF's default with Horovod and with DDP

@@ -16,10 +16,9 @@ from benchmarks.plan_guesses import Job, Row, machine_of, rows
 from horovod_topk.cli.canvas import canvas
 from horovod_topk.cost.machine import Machine, Network
 from horovod_topk.cost.quantities import milliseconds
-from pages import RESULTS, Values, stored
+from pages import RESULTS, Values
 from pages.markdown import table
 
-read = stored
 MEDIAN, TENTH = 0.15, 0.30  # wanted errors: the median, and the 90th percentile
 PLANS: dict[str, Callable[[Row], float]] = {
     "without overlap": lambda row: row.planned,

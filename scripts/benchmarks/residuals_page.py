@@ -12,10 +12,9 @@ from matplotlib.axes import Axes
 
 from benchmarks.residuals import LR, RUNS, Record
 from benchmarks.residuals_watch import karimireddy, stich, worst_case
-from pages import RESULTS, Values, stored
+from pages import RESULTS, Values
 from pages.markdown import table
 
-read = stored
 TITLES = {run.name: run.title for run in RUNS}
 
 

@@ -36,10 +36,9 @@ from horovod_topk.tensorflow.collective import GraphTimer
 from horovod_topk.tensorflow.planning import Settings
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.variables import Stores
-from pages import RESULTS, Values, stored, write
+from pages import RESULTS, Values, write
 from pages.markdown import table
 
-read = stored
 DEFAULT = "TopKEF(warmup=None)"  # as after its first 60 steps
 SETTLE = 24  # steps before the first timed one; phi, which begins at 1, has settled then
 FLOOR = "`r += g`"

@@ -7,17 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.trouble import COMPUTE, HOSTS, PLAIN, RATE, RUNS, WAYS
-from pages import Values, stored
+from pages import Values
 from pages.markdown import table
-
-read = stored
-
-ORDER = """\
-- TopKEF adds payloads in rank order, whenever they arrive, so its result does not depend on timing.
-  Horovod's dense allreduce adds in an order that depends on which gradients were ready together.
-  Its last bits can differ from run to run, also without any trouble.
-- Trouble makes ranks wait with any exchange. The shorter a step was before, the larger is the share
-  of waiting, and the smaller is the speed-up by compression. Medians:"""
 
 Job = dict[str, Any]
 Results = dict[str, Job]
@@ -29,22 +20,18 @@ def values(results: Results) -> Values:
         "hosts": HOSTS,
         "rate": RATE.replace("mbit", " Mbit/s"),
         "compute": f"{1e3 * COMPUTE:g}",
-        "machine": _machine(results),
+        **next(iter(results.values()))["machine"],
+        "planned": max(int(job["planned_steps"]) for job in results.values()),
+        "jobs": _jobs(results),
         "times": _times(results),
         "results": _results(results),
-        "meaning": "\n".join(_meaning(results)),
+        "same": "\n".join(_same_weights(results)),
+        "speed_up": _speed_ups(results),
         "sooner": "\n".join(_sooner(results)),
     }
 
 
-def _machine(results: Results) -> str:
-    first = next(iter(results.values()))["machine"]
-    machine = (
-        f"{first['cpu']}, {first['cores']} cores for all hosts and for other work, "
-        f"Linux {first['kernel']}, Python {first['python']}, PyTorch {first['torch']}, Horovod "
-        f"{first['horovod']}. A job with fewer than {_planned(results)} steps reached its "
-        "time limit."
-    )
+def _jobs(results: Results) -> str:
     rows = (
         [
             RUNS[key].title,
@@ -54,12 +41,7 @@ def _machine(results: Results) -> str:
         ]
         for key, job in results.items()
     )
-    header = ["trouble", "ended", "load average before, after", "steps"]
-    return f"{machine}\n\n{table(header, rows)}"
-
-
-def _planned(results: Results) -> int:
-    return max(int(job["planned_steps"]) for job in results.values())
+    return table(["trouble", "ended", "load average before, after", "steps"], rows)
 
 
 def _steps(job: Job) -> int:
@@ -147,7 +129,7 @@ def _mean(ranks: list[Job], what: str) -> float:
     return statistics.mean(rank[what] for rank in ranks)
 
 
-def _meaning(results: Results) -> Iterator[str]:
+def _same_weights(results: Results) -> Iterator[str]:
     troubled = [key for key in results if key != PLAIN]
     for way in WAYS:
         same = [is_same(*compared(results, key, way)[1:], "weights") for key in troubled]
@@ -155,10 +137,12 @@ def _meaning(results: Results) -> Iterator[str]:
             f"- {way}: in {sum(same)} of {len(same)} jobs, the same weights as in the job without "
             "trouble."
         )
-    yield f"{ORDER}\n"
+
+
+def _speed_ups(results: Results) -> str:
     ours = WAYS[-1]
     header = ["trouble", "dense exchange, ms", f"{ours} exchange, ms", f"{ours}: step faster by"]
-    yield table(header, (_speed_up(results[key]["ways"], RUNS[key].title) for key in results))
+    return table(header, (_speed_up(job["ways"], RUNS[key].title) for key, job in results.items()))
 
 
 def _speed_up(methods: dict[str, Job], title: str) -> list[str]:

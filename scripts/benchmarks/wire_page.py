@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.wire import DENSE, EXCHANGES, VALUES, name_of
 from horovod_topk.cli.bench.nic import HEADERS
-from pages import Values, stored
+from pages import Values
 from pages.markdown import table
 
 Job = dict[str, Any]
@@ -18,7 +18,6 @@ ByHosts = dict[int, dict[str, "Figures"]]  # number of hosts -> way -> figures
 
 INT8 = name_of("sharded", "int8", 0.01)
 INT4 = name_of("sharded", "int4", 0.01)
-read = stored
 
 
 EXAMPLES = (((8, 50), "sharded, int8, 0.01"), ((2, 1), "allgather, int8, 0.01"))

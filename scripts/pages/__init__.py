@@ -44,7 +44,8 @@ def write(name: str) -> Path:
 def text(name: str) -> str:
     """A page, from its template and the stored results; its pictures are drawn."""
     report = importlib.import_module(REPORTS.get(name, "study.page"))
-    return made(name, report.values(report.read(name)))
+    read = getattr(report, "read", stored)  # results of studies are runs
+    return made(name, report.values(read(name)))
 
 
 def stored(name: str) -> Any:
