@@ -39,13 +39,19 @@ class Taped:
         return self._model.exchange(self.compression, given, graph=self._graph)
 
 
+def marks_of(row: Row) -> list[pytest.MarkDecorator]:
+    """Random numbers for each shard take seconds to trace."""
+    draws = row.method in ("Dithered", "TernGrad", "RandomK", "QSGD")
+    return [pytest.mark.slow] * (draws and "exchange" in row.settings)
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.everywhere(one_in=8)
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize(
     ("row", "graph"),
     [
-        pytest.param(row, graph, id=f"{name}-{'graph' if graph else 'eager'}")
+        pytest.param(row, graph, id=f"{name}-{'graph' if graph else 'eager'}", marks=marks_of(row))
         for position, (name, row) in enumerate(ROWS.items())
         if "residuals" not in row.settings
         for graph in ((True, False) if position % 2 else (False, True))
