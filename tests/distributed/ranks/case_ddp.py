@@ -61,6 +61,13 @@ def run(setup: Setup, compression: Any, steps: int = 6) -> tuple[list[Tensor], A
     return training.snapshot(task), optimizer
 
 
+def take(model: Any, optimizer: Any, step: int) -> None:
+    """A step of a model that is wrapped by hand."""
+    optimizer.zero_grad()
+    model(hvd.rank(), step).backward()
+    optimizer.step()
+
+
 # Buckets, and how gradients come.
 
 
@@ -165,9 +172,7 @@ def test_a_parameter_may_be_frozen_before_compression_is_attached() -> None:
     TopKEF(**SPARSE).attach(model, optimizer)
     before = task.net[0].weight.detach().clone()
     for step in range(3):
-        optimizer.zero_grad()
-        model(hvd.rank(), step).backward()
-        optimizer.step()
+        take(model, optimizer, step)
     assert torch.equal(task.net[0].weight, before)
     assert adapter.TopKEF.of(model).stats().steps == 3
     assert_ranks_equal(task.parameters())
@@ -186,9 +191,7 @@ def test_what_is_frozen_between_wrapping_and_attaching(options: dict[str, Any]) 
         model = DistributedDataParallel(task)
     TopKEF(**SPARSE).attach(model, optimizer)
     for step in range(3):
-        optimizer.zero_grad()
-        model(hvd.rank(), step).backward()
-        optimizer.step()
+        take(model, optimizer, step)
     assert_ranks_equal(task.parameters())
     assert adapter.TopKEF.of(model).stats().steps == 3
 
@@ -272,9 +275,7 @@ def test_a_model_of_some_of_the_ranks(exchange: str) -> None:
         optimizer = training.sgd(task.parameters())
         adapter.TopKEF(**SPARSE, momentum=0, exchange=exchange).attach(model, optimizer)
         for step in range(4):
-            optimizer.zero_grad()
-            model(hvd.rank(), step).backward()
-            optimizer.step()
+            take(model, optimizer, step)
         mine = bits(task.parameters())
         found = [torch.empty_like(mine) for _ in range(2)]
         dist.all_gather(found, mine, group)
@@ -329,9 +330,7 @@ def test_torchs_own_way_to_register_a_hook() -> None:
     model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
     model.register_comm_hook(*TopKEF(**SPARSE).hook(model, optimizer))
     for step in range(6):
-        optimizer.zero_grad()
-        model(hvd.rank(), step).backward()
-        optimizer.step()
+        take(model, optimizer, step)
     assert_same(training.snapshot(task), ours)
     assert adapter.TopKEF.of(model).stats().steps == 6
 
@@ -398,9 +397,7 @@ def test_no_backward_at_all_exchanges(way: str) -> None:
     with pytest.raises(StepBeforeSynchronizeError, match=r"has exchanged any.*outside of no_sync"):
         optimizer.step()
     assert torch.equal(bits(task.parameters()), before)
-    optimizer.zero_grad()
-    model(hvd.rank(), 1).backward()
-    optimizer.step()
+    take(model, optimizer, 1)
     assert_ranks_equal(task.parameters())
 
 
@@ -617,11 +614,6 @@ def test_a_copied_model_is_attached_anew(duplicate: Callable[[Any], Any]) -> Non
     model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
     TopKEF(**SPARSE).attach(model, optimizer)
 
-    def take(model: Any, optimizer: Any, step: int) -> None:
-        optimizer.zero_grad()
-        model(hvd.rank(), step).backward()
-        optimizer.step()
-
     for step in range(3):
         take(model, optimizer, step)
     again = duplicate(model)
@@ -739,9 +731,7 @@ def test_what_fails_leaves_nothing_behind(fail: Callable[[Any, Any], None]) -> N
         for step in range(4):
             if step == 2:
                 TopKEF(**SPARSE).attach(model, optimizer)
-            optimizer.zero_grad()
-            model(hvd.rank(), step).backward()
-            optimizer.step()
+            take(model, optimizer, step)
         assert adapter.TopKEF.of(model).stats().steps == 2
         return training.snapshot(task)
 
@@ -772,9 +762,7 @@ def test_a_complex_parameter_is_kept_as_a_real_one() -> None:
     optimizer = training.sgd(model.parameters())
     TopKEF(**SPARSE).attach(model, optimizer)
     for step in range(3):
-        optimizer.zero_grad()
-        model(hvd.rank(), step).backward()
-        optimizer.step()
+        take(model, optimizer, step)
     assert_ranks_equal(model.parameters())
 
 

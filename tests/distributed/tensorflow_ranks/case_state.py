@@ -251,3 +251,31 @@ def test_join_is_refused_while_a_state_lives() -> None:
     trained(keep, 1, model=model)
     with pytest.raises(UnsupportedOperationError, match="joined rank cannot take part"):
         hvd.join()
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("exchange", ["sharded", "allgather"])
+def test_what_was_loaded_waits_for_the_step_that_asks_for_it(exchange: str) -> None:
+    """A variable without a gradient, a save in between, and then both."""
+    first, second, third = (TopKEF(**SPARSE, exchange=exchange) for _ in range(3))
+    _model, _ = trained(first)
+    other, state = Linear(SHAPES), first.state_dict()
+    second.load_state_dict(state)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(other.variables[0] * noise(hvd.rank(), 30, SHAPES[0]))
+    tape = hvd.DistributedGradientTape(tape, compression=second)
+    assert tape.gradient(loss, other.variables)[1] is None
+    again = second.state_dict()
+    assert set(again["residuals"]) == set(state["residuals"])
+    third.load_state_dict(again)
+    _, expected = trained(second, 1, first=4, model=other)
+    assert all(map(np.array_equal, trained(third, 1, first=4)[1], expected))
+
+
+def test_a_variable_in_two_lists_under_two_names_is_refused() -> None:
+    """Its residual is split by its name: read by another, elements would go astray."""
+    compression, model = TopKEF(**SPARSE, exchange="sharded"), Linear([(600,), (600,)])
+    model.exchange(compression, [noise(hvd.rank(), i, (600,)) for i in range(2)])
+    model.variables = model.variables[1:]
+    with pytest.raises(ShapeChangedError, match=r"is split as .*names of their own"):
+        model.exchange(compression, [noise(hvd.rank(), 3, (600,))])
