@@ -235,7 +235,7 @@ def test_another_ranks_payload_is_refused_before_anything_changes(
     model, _ = trained(compression, 1)
     before = residuals(compression)
     state = compression._living_states()[0]
-    (cached,) = state._plans
+    (cached,) = state._plans.values()
     if hvd.rank() == 1:
         state._functions.clear()
         for bucket in cached.plan.buckets:

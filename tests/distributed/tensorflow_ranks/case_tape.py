@@ -136,7 +136,7 @@ def test_another_number_of_ranks_has_a_function_of_its_own(
     model, compression = Perceptron(), TopKEF(ratio=0.1, min_numel=0)
     step_of(model, compression)(*batch(0, batch_size(0)))
     (state,) = compression._living_states()
-    (cached,), built = state._plans, []
+    (cached,), built = state._plans.values(), []
     monkeypatch.setattr(state, "_build", lambda _, ratio, given: built.append(given))
     for size in (2, 4, 4):
         monkeypatch.setattr(type(state._state.collective), "size", size)

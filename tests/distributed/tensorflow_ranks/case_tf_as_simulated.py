@@ -31,7 +31,7 @@ class Taped:
     def plan(self) -> Any:
         """At the ratio of the settings."""
         (state,) = self.compression._living_states()
-        (cached,) = state._plans
+        (cached,) = state._plans.values()
         return cached.plan
 
     def exchange(self, gradients: Sequence[Any]) -> list[Any]:
