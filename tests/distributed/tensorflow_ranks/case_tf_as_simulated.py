@@ -40,9 +40,9 @@ class Taped:
 
 
 def marks_of(row: Row) -> list[pytest.MarkDecorator]:
-    """Random numbers for each shard take seconds to trace."""
-    draws = row.method in ("Dithered", "TernGrad", "RandomK", "QSGD")
-    return [pytest.mark.slow] * (draws and "exchange" in row.settings)
+    """Random numbers take seconds to trace."""
+    several = row.method in ("RandomK", "QSGD") and "exchange" in row.settings
+    return [pytest.mark.slow] * (several or row.method in ("Dithered", "TernGrad"))
 
 
 @pytest.mark.one_in(4)
