@@ -271,7 +271,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tensorflow",
-        "total = total + rows[rank]",
+        "total += rows[rank]",
         "total = rows[rank]",
         "gloo 4: tensorflow_ranks/case_tf_as_simulated.py -k hierarchical-eager",
     ),
