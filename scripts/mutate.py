@@ -207,7 +207,7 @@ MUTATIONS = (
         "ops",
         "return blocks * SHARD_BLOCK + (rest if whole % parts == first else 0)",
         "return blocks * SHARD_BLOCK",
-        "tests/golden tests/unit/test_plan.py tests/contract/test_ops.py",
+        f"{PROPERTIES}owners.py",
     ),
     Mutation(
         "ops",
@@ -295,8 +295,8 @@ MUTATIONS = (
     ),
     Mutation(
         "config",
-        "or not 0.0 < float(norm) < math.inf:",
-        "or not 0.0 <= float(norm) < math.inf:",
+        "0.0 < float(norm) < math.inf",
+        "0.0 <= float(norm) < math.inf",
         "tests/unit/test_config.py",
     ),
     Mutation(
