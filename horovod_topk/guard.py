@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from horovod_topk.errors import ConfigError
 from horovod_topk.schedules import check_above, check_steps
 
-TOLD = ("verdict",)  # measures that the rules of one rank need; see `core.measures`
+MEASURES = ("verdict",)  # measures that the rules of one rank need; see `core.measures`
 OF_ONE_RANK = ("trend", "residual", "slower")  # rules that a rank judges by its own numbers
 BY_CLOCK = "slower"
 REASONS = ("non-finite", *OF_ONE_RANK)  # names of the rules in metrics and `stats()`
@@ -74,4 +74,4 @@ class Guard:
     @property
     def measures(self) -> tuple[str, ...]:
         """Names of the measures that its rules need; `nonfinite` needs none."""
-        return TOLD if any(getattr(self, name) is not None for name in OF_ONE_RANK) else ()
+        return MEASURES if any(getattr(self, name) is not None for name in OF_ONE_RANK) else ()

@@ -75,7 +75,7 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
     if not contents:
         log.info("TopKEF keeps no residuals here: nothing to save in %s", folder)
         return None
-    rank, ranks = state.place
+    rank, ranks = state.rank_and_ranks
     path = _path(Path(folder), name, rank, ranks)
     _check_not_anothers(path, state)
     shard.make_folder(path.parent)
@@ -234,7 +234,7 @@ def _read(
     folder: Path, name: str, state: State, own: Mapping[str, Any], *, strict: bool
 ) -> tuple[Path, dict[str, Any]]:
     """The path, and this rank's state dict: its own, or its share of all ranks' residuals."""
-    rank, ranks = state.place
+    rank, ranks = state.rank_and_ranks
     paths = _newest(folder, name, strict=strict)
     saved, folder = len(paths), paths[0].parent
     if saved == ranks:

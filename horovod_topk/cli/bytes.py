@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from horovod_topk.cli.models import elements, specs_of
 from horovod_topk.cli.options import (
-    follows_of,
     method_of,
     optimizer_of,
     parse_ratios,
     shared,
+    update_rule_of,
     with_optimizer,
 )
 from horovod_topk.config import EXCHANGES, RESIDUALS
@@ -138,7 +138,7 @@ def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Pla
         min_numel=args.min_numel,
         ratios=parse_ratios(args.ratios),
     )
-    return make_plan(specs, config, follows=follows_of(optimizer_of(args.optimizer)))
+    return make_plan(specs, config, update_rule=update_rule_of(optimizer_of(args.optimizer)))
 
 
 def _line(exchange: str, values: str, sent: int, leaving: int, dense: int) -> str:

@@ -214,7 +214,7 @@ def optimizer_of(asked: str | None) -> str | None:
     return {None: SGD, PLAIN: None}.get(asked, asked)
 
 
-def follows_of(optimizer: str | None) -> Rule | None:
+def update_rule_of(optimizer: str | None) -> Rule | None:
     """What is kept and sent for the optimizer's steps."""
     return None if optimizer is None else Rule(optimizer)
 

@@ -29,30 +29,30 @@ Sizes = tuple[int, ...]  # elements of a shard of each tensor
 
 def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
     """`core.shards.shard`, with plans that count bytes and cannot be read or written."""
-    scatter = _leg(bucket, parts, "scatter")
-    return ShardedPlan(bucket, scatter, _leg(bucket, parts, "gather"))
+    scatter = _directed(bucket, parts, "scatter")
+    return ShardedPlan(bucket, scatter, _directed(bucket, parts, "gather"))
 
 
 def shard_sums(bucket: BucketPlan, nodes: Nodes) -> NodePlan:
     """`core.shards.shard_sums`, with plans that count bytes and cannot be read or written."""
-    sums = _leg(bucket, nodes.owners, "sums")
+    sums = _directed(bucket, nodes.owners, "sums")
     return NodePlan(bucket, sums, result=sums[0])
 
 
-def _leg(bucket: BucketPlan, parts: int, leg: str) -> tuple[BucketPlan, ...]:
+def _directed(bucket: BucketPlan, parts: int, direction: str) -> tuple[BucketPlan, ...]:
     """The plan of each owner's payload; the same object for owners of one kind."""
-    measures = () if leg == "scatter" else bucket.measures
+    measures = () if direction == "scatter" else bucket.measures
     body_at = payload.body_at(len(bucket.tensors), len(measures))
     pieces: dict[tuple[int, int], Piece] = {}  # by position and elements
     kinds: dict[Sizes, list[Piece]] = {}
     runs = _runs(tuple((each.spec.name, each.spec.numel) for each in bucket.tensors), parts)
     for sizes, _ in runs:
         if sizes not in kinds:
-            kinds[sizes] = [_piece(bucket, leg, pieces, at, n) for at, n in enumerate(sizes)]
+            kinds[sizes] = [_piece(bucket, direction, pieces, at, n) for at, n in enumerate(sizes)]
     config = bucket.config
     ends = [config.body_end(each, body_at) for each in kinds.values()]
     layout = payload.layout(len(bucket.tensors), max(ends), len(measures))
-    common = replace(bucket, layout=layout, parts=parts, leg=leg, measures=measures)
+    common = replace(bucket, layout=layout, parts=parts, direction=direction, measures=measures)
     plans = {sizes: replace(common, tensors=_stored(each)) for sizes, each in kinds.items()}
     return tuple(itertools.chain.from_iterable([plans[sizes]] * count for sizes, count in runs))
 
@@ -78,12 +78,16 @@ def _runs(tensors: tuple[tuple[str, int], ...], parts: int) -> list[tuple[Sizes,
 
 
 def _piece(
-    bucket: BucketPlan, leg: str, known: dict[tuple[int, int], Piece], position: int, numel: int
+    bucket: BucketPlan,
+    direction: str,
+    known: dict[tuple[int, int], Piece],
+    position: int,
+    numel: int,
 ) -> Piece:
     """A piece of so many elements; its first block is not that of its owner."""
     if (position, numel) not in known:
         part = Piece(bucket.tensors[position].spec, numel, position)
-        known[position, numel] = bucket.config.piece(part, leg)
+        known[position, numel] = bucket.config.piece(part, direction)
     return known[position, numel]
 
 

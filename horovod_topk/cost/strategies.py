@@ -13,7 +13,7 @@ from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost import powersgd
 from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
 from horovod_topk.cost.traffic import Ranks, cheapest
-from horovod_topk.methods.protocol import Follows, Method, Rounds, numbers_of
+from horovod_topk.methods.protocol import Method, Rounds, UpdateRule, numbers_of
 from horovod_topk.methods.topk import VALUES, TopK
 
 FLOAT, HALF = 4, 2  # bytes
@@ -141,10 +141,10 @@ def compressed(
     nodes: Nodes,
     kind: str,
     config: TopK,
-    follows: Follows | None = None,
+    update_rule: UpdateRule | None = None,
 ) -> Strategy:
     """Return a strategy of one of our exchanges, with the bytes of the rank that sends most."""
-    plan, ranks = make_plan(specs, config, follows=follows), Ranks(kind, nodes)
+    plan, ranks = make_plan(specs, config, update_rule=update_rule), Ranks(kind, nodes)
     pieces = tuple(_piece(plan, bucket, kind, ranks, nodes) for bucket in plan.buckets)
     whole = ranks.busiest(plan)  # one rank; in two buckets two ranks may send most
     return Strategy(kind, config.values, pieces, whole.sent_bytes, whole.node_bytes, ours=True)
@@ -157,18 +157,19 @@ def all_strategies(
     *,
     rank: int,
     values: Iterable[str] = VALUES,
-    follows: Follows | None = None,
+    update_rule: UpdateRule | None = None,
 ) -> list[Strategy]:
     """Return dense, fp16, PowerSGD, and each of our exchanges with each format of values."""
     strategies = [dense(specs, nodes), half(specs, nodes), low_rank(specs, nodes, rank)]
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
-    adapts = config.momentum or follows is not None
+    adapts = config.momentum or update_rule is not None
     if max(nodes.sizes) == 1 or adapts:  # equals the allgather, or is refused or does not adapt
         kinds.remove("hierarchical")
     listed = list(values)
     for kind in kinds:
         strategies += [
-            compressed(specs, nodes, kind, replace(config, values=each), follows) for each in listed
+            compressed(specs, nodes, kind, replace(config, values=each), update_rule)
+            for each in listed
         ]
     return strategies
 
@@ -235,20 +236,20 @@ def _messages(kind: str, nodes: Nodes, bucket: BucketPlan | None = None) -> tupl
     """
     ranks, size, held = sum(nodes.sizes), max(nodes.sizes), len(nodes.ranks)
     gather, scatter = ranks - 1, 2 * (ranks - 1)
-    told = bucket is not None and any(numbers_of(bucket.config, t) for t in bucket.tensors)
+    announces = bucket is not None and any(numbers_of(bucket.config, t) for t in bucket.tensors)
     method: object = None if bucket is None else bucket.config
     rounds = method.rounds if isinstance(method, Rounds) else 1
     if kind == "allgather":
-        return rounds + told, (rounds + told) * (gather + negotiation(ranks))
+        return rounds + announces, (rounds + announces) * (gather + negotiation(ranks))
     if kind == "allreduce":
         return rounds, rounds * (2 * gather + negotiation(ranks))
     sharded = 2, scatter + gather + 2 * negotiation(ranks)
     if kind in ("sharded", "reduce"):
-        announced = told * (gather + negotiation(ranks))
-        return rounds * sharded[0] + told, rounds * sharded[1] + announced
+        announced = announces * (gather + negotiation(ranks))
+        return rounds * sharded[0] + announces, rounds * sharded[1] + announced
     within = 2 * (size - 1) + (size - 1) + 2 * negotiation(size)  # an alltoall, an allgather
     between = held - 1 + negotiation(held) if held > 1 else 0
-    return (3 + told if held > 1 else 2), within + (1 + told) * between
+    return (3 + announces if held > 1 else 2), within + (1 + announces) * between
 
 
 def _work(kind: str, bucket: BucketPlan, decoded: int, nodes: Nodes) -> tuple[Work, Work]:
@@ -258,7 +259,7 @@ def _work(kind: str, bucket: BucketPlan, decoded: int, nodes: Nodes) -> tuple[Wo
     Hierarchical: an owner selects only from its share of its node's sum.
     """
     numel = bucket.numel
-    rule = "" if bucket.follows is None else bucket.follows.name
+    rule = "" if bucket.update_rule is None else bucket.update_rule.name
     earlier, later = ADAPTED.get(rule, (0.0, 0.0))
     earlier += CORRECTION if bucket.config.momentum else 0.0
     selection, adapting = Work(encoded=numel, triads=earlier * numel), later * numel

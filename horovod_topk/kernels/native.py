@@ -152,7 +152,7 @@ class Correction(ctypes.Structure):
     )
 
 
-class Bucket:
+class NativeBucket:
     """The kernels for one recipe; see `horovod_topk.ops.protocol.Fused` for their function.
 
     Arrays are addresses of contiguous elements in row-major order; `residuals`, `gradients` and
@@ -171,7 +171,7 @@ class Bucket:
 
     def encode(
         self,
-        shards: Sequence[Bucket],
+        shards: Sequence[NativeBucket],
         residuals: Sequence[int],
         gradients: Sequence[int],
         candidates: Sequence[int],

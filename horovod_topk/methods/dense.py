@@ -69,7 +69,7 @@ class Dense(Codec):
         """`Method.withheld`."""
         return "" if self.values == "float32" else f"values={self.values!r} are rounded"
 
-    def piece(self, part: Piece, leg: str) -> Piece:
+    def piece(self, part: Piece, direction: str) -> Piece:
         """`Codec.piece`: sent whole, unless it is rounded."""
         return replace(part, whole=self.values == "float32")
 

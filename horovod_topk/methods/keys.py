@@ -1,6 +1,7 @@
 """Keys of random numbers: equal in every run, and equal on all ranks or different on each.
 
-A key consists of the seed setting, the tensor's name, its leg and owner, and a rank or "shared".
+A key consists of the seed setting, the tensor's name, its direction and owner, and a rank or
+"shared".
 The key and the count of committed steps, which is part of every optimizer's state, determine all
 random numbers (`horovod_topk.ops.philox`).
 """
@@ -25,7 +26,7 @@ class Key:
     """The key of a tensor's random numbers in one step."""
 
     seed: int  # the seed setting, equal on all ranks
-    place: tuple[str, str, int]  # tensor, leg (see `Method.piece`), owner of the shard
+    identity: tuple[str, str, int]  # tensor, direction (see `Method.piece`), owner of the shard
     committed: Any  # number of committed steps; in a graph a tensor
     rank: Callable[[], int]  # returns this rank
     writer: Callable[[int], int]  # rank that wrote a row of payloads; this rank in `encode`
@@ -45,13 +46,13 @@ class Key:
         return self._stream(self.writer(row))
 
     def _stream(self, who: int | str) -> Stream:
-        return Stream(_words(self.seed, self.place, who), self.committed)
+        return Stream(_words(self.seed, self.identity, who), self.committed)
 
 
 @lru_cache(maxsize=1 << 14)
-def _words(seed: int, place: tuple[str, str, int], who: int | str) -> tuple[int, int]:
+def _words(seed: int, identity: tuple[str, str, int], who: int | str) -> tuple[int, int]:
     """The key of Philox: 64 bits of a digest."""
-    text = json.dumps([seed, *place, who])
+    text = json.dumps([seed, *identity, who])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 

@@ -65,9 +65,9 @@ class PowerSGD(Rounds, Seeded):
         check_whole("rank", self.rank, 1, 1024, example=4)
         super().__post_init__()
 
-    def piece(self, part: Piece, leg: str) -> Piece:
+    def piece(self, part: Piece, direction: str) -> Piece:
         """`Method.piece`: a tensor is also sent whole if its factors are not smaller."""
-        part, (m, n, r) = super().piece(part, leg), self._shape(part)
+        part, (m, n, r) = super().piece(part, direction), self._shape(part)
         return replace(part, whole=part.whole or r * (m + n) >= m * n)
 
     def state(self, piece: Piece) -> Mapping[str, StateSpec]:

@@ -250,11 +250,11 @@ class Method(Settings):
         """Describe what is not sent in a step at these settings; empty: all of it, at ratio 1.0."""
         return "" if self.ratio == 1.0 else f"{type(self).__name__} sends gradients in another form"
 
-    def piece(self, part: Piece, leg: str) -> Piece:
+    def piece(self, part: Piece, direction: str) -> Piece:
         """How a tensor or shard is sent; positions are set later.
 
-        leg: "direct" (allgather), "scatter" (to owners), "gather" (back from owners) or "sums"
-            (owners of local sums to each other).
+        direction: "direct" (allgather), "scatter" (to owners), "gather" (back from owners) or
+            "sums" (owners of local sums to each other).
         """
         small = part.spec.numel < self.min_numel
         return replace(part, whole=small or part.spec.name in self.own)
@@ -424,11 +424,11 @@ class StateSpec:
     in_place: bool = False  # written by the optimizer's update: steps have no candidate for it
     in_units: bool = False  # in units of gradients, as residuals: stays and grows as these do
     optional: bool = False  # starts at zero where a saved one does not fit
-    is_factor: bool = False  # multiplies gradients in the step: `stats()` has the smallest
+    is_damping: bool = False  # multiplies gradients in the step: `stats()` has the smallest
     range: tuple[float, float] = (-math.inf, math.inf)  # of its values, as floats
 
 
-class Follows(Protocol):
+class UpdateRule(Protocol):
     """What a follower keeps and sends for each tensor; see `core.run.follower`.
 
     It is equal on all ranks, and part of the plan's digest.

@@ -62,7 +62,7 @@ class RandomK(Rounds, Seeded):
         """`Method.withheld`."""
         return "" if self.ratio == 1.0 else f"{self.ratio} of the elements are sent"
 
-    def piece(self, part: Piece, leg: str) -> Piece:
+    def piece(self, part: Piece, direction: str) -> Piece:
         """`Method.piece`: sent whole if all elements are drawn."""
         is_small = part.spec.numel < self.min_numel
         return replace(part, whole=is_small or self.elements(part, 0) == part.numel)

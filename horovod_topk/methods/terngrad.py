@@ -77,11 +77,11 @@ class TernGrad(AnnouncingCodec, Seeded):
         object.__setattr__(self, "clip", _checked(self.clip))
         super().__post_init__()
 
-    def piece(self, part: Piece, leg: str) -> Piece:
+    def piece(self, part: Piece, direction: str) -> Piece:
         """`Method.piece`: an owner does not clip the means that it sends back, as most are 0."""
-        part = super().piece(part, leg)
+        part = super().piece(part, direction)
         known = {each.name: getattr(part, each.name) for each in fields(Piece)}
-        return Ternary(**known, clip=None if leg == "gather" else self.clip)
+        return Ternary(**known, clip=None if direction == "gather" else self.clip)
 
     def data_bytes(self, piece: Piece) -> int:
         """`Codec.data_bytes`."""

@@ -124,9 +124,9 @@ class Threshold(Codec):
         """`Method.withheld`."""
         return self._top.withheld()
 
-    def piece(self, part: Piece, leg: str) -> Piece:
+    def piece(self, part: Piece, direction: str) -> Piece:
         """`Method.piece`: as Top-K."""
-        return self._top.piece(part, leg)
+        return self._top.piece(part, direction)
 
     def lay_out(self, pieces: Sequence[Any], at: int) -> tuple[list[Piece], int]:
         """`Method.lay_out`: as Top-K."""

@@ -200,11 +200,11 @@ class TopK(Codec):
 
     # Layout of payloads.
 
-    def piece(self, part: Piece, leg: str) -> Entries:
+    def piece(self, part: Piece, direction: str) -> Entries:
         """`Codec.piece`: k entries and their indices, or all elements if these cost no more."""
         k, index = part.numel, None
         if part.numel:
-            ratio = self.ratio_back if leg == "gather" else self.ratio
+            ratio = self.ratio_back if direction == "gather" else self.ratio
             k, index = self._chosen(part, self.own.get(part.spec.name, ratio))
         return Entries(part.spec, part.numel, part.gradient, part.first, k=k, index=index)
 

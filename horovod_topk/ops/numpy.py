@@ -71,10 +71,10 @@ class NumpyOps(IndexedVerbs):
         total = residual + g
         waited = np.minimum(np.maximum(np.abs(g), most), alone)
         limit = np.where(residual == 0, alone, waited).astype(residual.dtype)
-        edge, is_over = np.copysign(limit, total), np.abs(total) > limit
+        edge, exceeds = np.copysign(limit, total), np.abs(total) > limit
         with np.errstate(invalid="ignore"):  # infinities
-            kept = np.where(is_over, edge - g, residual)
-            return kept, np.where(is_over, total - edge, residual.dtype.type(-0.0))
+            kept = np.where(exceeds, edge - g, residual)
+            return kept, np.where(exceeds, total - edge, residual.dtype.type(-0.0))
 
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         np.add(velocity * velocity.dtype.type(factor), gradient.reshape(-1), out=out)

@@ -179,7 +179,7 @@ class TrackerKernels:
         the means, and the largest norm over the mean.
     """
 
-    lost: Callable[..., None] | None = None
+    energy_withheld: Callable[..., None] | None = None
     energies: Callable[..., None] | None = None
     spikes: Callable[..., None] | None = None
 

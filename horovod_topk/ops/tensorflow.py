@@ -328,9 +328,9 @@ class TensorFlowOps(SharedVerbs):
         largest = _scalar(alone, total.dtype)
         waited = tf.minimum(tf.maximum(tf.abs(g), _scalar(most, total.dtype)), largest)
         limit = tf.where(tf.equal(residual.value, 0), largest, waited)
-        edge, is_over = tf.where(total < 0, -limit, limit), tf.abs(total) > limit
-        rest = tf.where(is_over, total - edge, _scalar(-0.0, total.dtype))
-        return Buffer(tf.where(is_over, edge - g, residual.value)), Buffer(rest)
+        edge, exceeds = tf.where(total < 0, -limit, limit), tf.abs(total) > limit
+        rest = tf.where(exceeds, total - edge, _scalar(-0.0, total.dtype))
+        return Buffer(tf.where(exceeds, edge - g, residual.value)), Buffer(rest)
 
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         kept = velocity.value * _scalar(factor, velocity.dtype)
@@ -447,9 +447,9 @@ class TensorFlowOps(SharedVerbs):
         operations = self._sampling([*gradients, others[0]])
         if operations is None:
             return TrackerKernels()
-        return TrackerKernels(lost=functools.partial(self._lost, operations))
+        return TrackerKernels(energy_withheld=functools.partial(self._energy_withheld, operations))
 
-    def _lost(
+    def _energy_withheld(
         self,
         operations: Any,
         gradients: Sequence[Array],

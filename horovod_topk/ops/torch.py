@@ -139,12 +139,12 @@ class TorchOps(IndexedVerbs):
         total = residual + g
         waited = g.abs().clamp_(min=most, max=alone)
         limit = torch.where(residual == 0, torch.full_like(total, alone), waited)
-        is_over = total.abs() > limit
-        if total.device.type == "cpu" and not is_over.any():
+        exceeds = total.abs() > limit
+        if total.device.type == "cpu" and not exceeds.any():
             return None
         edge = torch.copysign(limit, total)
-        rest = torch.where(is_over, total - edge, torch.full_like(total, -0.0))
-        return torch.where(is_over, edge - g, residual), rest
+        rest = torch.where(exceeds, total - edge, torch.full_like(total, -0.0))
+        return torch.where(exceeds, edge - g, residual), rest
 
     def update_velocity(
         self, velocity: Tensor, factor: float, gradient: Tensor, out: Tensor
@@ -164,13 +164,15 @@ class TorchOps(IndexedVerbs):
     ) -> TrackerKernels:
         ours = self._lists(others[0].device)
         if ours is not None and not factors and ours.suit(gradients, others):
-            return TrackerKernels(ours.lost, ours.energies, ours.spikes)
+            return TrackerKernels(ours.energy_withheld, ours.energies, ours.spikes)
         library = self._library(others[0].device.type)
         if library is None or any(g.dtype != others[0].dtype for g in gradients):
             return TrackerKernels()
-        return TrackerKernels(lost=functools.partial(self._lost, library, factors))
+        return TrackerKernels(
+            energy_withheld=functools.partial(self._energy_withheld, library, factors)
+        )
 
-    def _lost(
+    def _energy_withheld(
         self,
         library: native.Library,
         factors: Sequence[float],
@@ -180,7 +182,7 @@ class TorchOps(IndexedVerbs):
         places: tuple[Place, ...],
         states: Sequence[Tensor],
     ) -> None:
-        """`TrackerKernels.lost` on a CPU, also of residuals that are not rescaled yet."""
+        """`TrackerKernels.energy_withheld` on a CPU, also if residuals wait to be rescaled."""
         sums = torch.empty(2 * len(places), dtype=torch.float64)
         packed = [_packed(gradient) for gradient in gradients]
         scale = native.numbers(factors) if factors else None
@@ -189,8 +191,8 @@ class TorchOps(IndexedVerbs):
         given = native.addresses([gradient.data_ptr() for gradient in packed])
         library.topkef_lost(given, *arenas, *size, torch.get_num_threads(), sums.data_ptr())
         scales, fading, before, after = states
-        lost: Tensor = self.transposed(sums.to(residuals[0].dtype) * scales, 2)
-        after.copy_(self.finite(fading * before + lost))
+        energy_withheld: Tensor = self.transposed(sums.to(residuals[0].dtype) * scales, 2)
+        after.copy_(self.finite(fading * before + energy_withheld))
 
     def energies_of(
         self,
@@ -549,7 +551,7 @@ class CpuBucket:
     """`horovod_topk.ops.Fused` for tensors in host memory, with torch's number of threads."""
 
     def __init__(self, recipe: Sequence[int], library: native.Library) -> None:
-        self._kernel = native.Bucket(recipe, library)
+        self._kernel = native.NativeBucket(recipe, library)
         self._payload_bytes, width = recipe[4], recipe[1]
         self._starts = [start * width for start in recipe[HEAD + 2 :: EACH]]
         gradients = set(recipe[HEAD + 6 :: EACH])

@@ -27,7 +27,7 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.tensorflow.collective import HorovodTalk
 from horovod_topk.tensorflow.memory import Memory, memory_of_tapes
-from horovod_topk.tensorflow.planning import Settings
+from horovod_topk.tensorflow.planning import TapeSettings
 from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
 from horovod_topk.tensorflow.state import OptimizerState
 
@@ -146,9 +146,9 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         return super().active if self._living_states() else bool(hvd.size() > 1)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_ranks(self) -> tuple[int, int]:
         """This rank and the number of ranks that exchange; before the first step, of all ranks."""
-        return super().place if self._living_states() else (hvd.rank(), hvd.size())
+        return super().rank_and_ranks if self._living_states() else (hvd.rank(), hvd.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's residuals, as `OptimizerState.load_state_dict`.
@@ -186,7 +186,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         self,
         variables: Sequence[Any],
         config: Method,
-        settings: Settings,
+        settings: TapeSettings,
         memory: Memory | None,
     ) -> OptimizerState:
         """Return the state for a list of variables; the first call creates it.
@@ -252,7 +252,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         Raises:
             StateDictError: a residual does not fit; nothing has changed.
         """
-        saved, states = _unpack(data), self._found_states()
+        saved, states = unpacked(data), self._found_states()
         for state, residuals in zip(states, saved, strict=False):
             state.check_state_dict(residuals)
         for state, residuals in zip(states, saved, strict=False):
@@ -299,7 +299,7 @@ def _head(state: Mapping[str, Any], parts: list[bytes]) -> dict[str, Any]:
     return {**state, "residuals": dtypes, **within}
 
 
-def _unpack(data: bytes) -> list[dict[str, Any]]:
+def unpacked(data: bytes) -> list[dict[str, Any]]:
     """Restore the state dicts that `_pack` serialised."""
     line, _, rest = data.partition(b"\n")
     states, at = json.loads(line), 0

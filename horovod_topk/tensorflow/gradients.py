@@ -57,19 +57,19 @@ def clip(gradients: Sequence[Array], clip_norm: float, reduction: str, ranks: in
 
 
 class _Norms:
-    """`core.codec.clipping.Norms` in graphs."""
+    """`core.codec.clipping.GradientNorms` in graphs."""
 
-    def place(self, gradients: Sequence[Array]) -> object:
-        """`Norms.place`."""
+    def device(self, gradients: Sequence[Array]) -> object:
+        """`GradientNorms.device`."""
         return None
 
     def norm(self, gradients: Sequence[Array], before: Any) -> Any:
-        """`Norms.norm`."""
+        """`GradientNorms.norm`."""
         squares = [tf.reduce_sum(tf.square(tf.cast(g.value, tf.float64))) for g in gradients]
         return tf.sqrt(tf.add_n(squares) + before**2)
 
     def reduce(self, gradients: Sequence[Array], threshold: float, norm: Any) -> None:
-        """`Norms.reduce`."""
+        """`GradientNorms.reduce`."""
         factor, ops = tf.minimum(threshold / norm, 1.0), TensorFlowOps()
         for gradient in gradients:
             ops.write_scaled(gradient, factor, gradient, False)

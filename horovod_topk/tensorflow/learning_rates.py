@@ -48,7 +48,7 @@ class VariableRates:
         self._fall, self._pairs = fall, apart(_zeros, len(names))
 
     def saved(self) -> dict[str, dict[str, float]]:
-        """`Followed.saved`."""
+        """`RateUnits.saved`."""
         pairs = dict(zip(self._rows, self._pairs.numpy().tolist(), strict=True))
         known = {name: pair for name, pair in pairs.items() if pair[0] > 0}
         return {
@@ -57,7 +57,7 @@ class VariableRates:
         }
 
     def load(self, saved: Mapping[str, Mapping[str, float]]) -> None:
-        """`Followed.load`."""
+        """`RateUnits.load`."""
         units, largest = saved.get(RATES, {}), saved.get(LARGEST, {})
         found = [units.get(name, 0.0) for name in self._rows]
         each = zip(self._rows, found, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ratios import made_again
-from horovod_topk.tensorflow.planning import Settings, unwrap
+from horovod_topk.tensorflow.planning import TapeSettings, unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.variables import Stores, watched
 
@@ -30,7 +30,7 @@ class Memory:
         """Whether a state is still kept here, so that its variables exist."""
         return any(each is state for each, _ in self._states.values())
 
-    def keeps(self, variables: Sequence[Any], settings: Settings) -> bool:
+    def keeps(self, variables: Sequence[Any], settings: TapeSettings) -> bool:
         """Whether there is a state for a list of variables."""
         return _key_of(variables, settings) in self._states
 
@@ -39,7 +39,7 @@ class Memory:
         self._states.pop(key, None)
 
     def state_of(
-        self, config: Method, variables: Sequence[Any], settings: Settings
+        self, config: Method, variables: Sequence[Any], settings: TapeSettings
     ) -> OptimizerState:
         """The state for a list of variables; it is deleted with the first of them."""
         key = _key_of(variables, settings)
@@ -54,7 +54,7 @@ class Memory:
 _of_tapes: dict[Method, Memory] = {}
 
 
-def memory_of_tapes(config: Method, variables: Sequence[Any], settings: Settings) -> Memory:
+def memory_of_tapes(config: Method, variables: Sequence[Any], settings: TapeSettings) -> Memory:
     """The memory that all tapes of equal settings share.
 
     Raises:
@@ -81,5 +81,5 @@ def _check_not_made_again(config: Method, before: Method) -> None:
         )
 
 
-def _key_of(variables: Sequence[Any], settings: Settings) -> Key:
+def _key_of(variables: Sequence[Any], settings: TapeSettings) -> Key:
     return settings.key, tuple(id(unwrap(variable)) for variable in variables)

@@ -17,7 +17,7 @@ from horovod_topk.core.run.optimizers import (
     fitted,
     kind_of,
     none_to_correct,
-    note_followed,
+    note_adapted,
     warn_of_clipping,
 )
 from horovod_topk.methods.protocol import Method
@@ -70,7 +70,7 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
     if not compresses(process_set):
         return Fitted(compressor, config)
     if why is None:
-        note_followed(kind)
+        note_adapted(kind)
         rule = tracker.ADAM if normalises else tracker.SGD
         beta2 = _number(_present(optimizer, "beta_2")) if normalises else None
         return Fitted(compressor, config, updates=Updates(rule, beta2 or 0.0))

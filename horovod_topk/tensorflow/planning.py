@@ -12,20 +12,20 @@ import tensorflow as tf
 from horovod_topk.core.control.schedule import Schedule
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.errors import ShapeChangedError, UnsupportedOperationError
-from horovod_topk.methods.protocol import Follows, Method
+from horovod_topk.methods.protocol import Method, UpdateRule
 
 Specs = tuple[TensorSpec, ...]
 Groups = int | tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True)
-class Settings:
+class TapeSettings:
     """Arguments to Horovod beside the compressor, and what the optimizer's update needs."""
 
     reduction: str  # "average" or "sum"
     groups: Groups  # None, a number of buckets, or ids of variables
     process_set: Any
-    follows: Follows | None = None  # what is kept and sent for the optimizer's update
+    update_rule: UpdateRule | None = None  # what is kept and sent for the optimizer's update
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -102,7 +102,7 @@ def plan_of(
     specs: Sequence[TensorSpec],
     variables: Sequence[Any],
     config: Method,
-    settings: Settings,
+    settings: TapeSettings,
     names: Sequence[str],
 ) -> Plan:
     """Plan the buckets: the user's groups, then default ones in the order of the backward pass.
@@ -111,7 +111,7 @@ def plan_of(
     """
     of_variable = {id(unwrap(v)): spec for v, spec in zip(variables, specs, strict=True)}
     groups = _asked_groups(specs, of_variable, settings.groups)
-    own = settings.reduction, groups, names, settings.follows
+    own = settings.reduction, groups, names, settings.update_rule
     return make_plan(list(reversed(specs)), config, *own)
 
 
@@ -149,4 +149,4 @@ class CachedPlan:
         if ratio == self.plan.config.ratio:
             return self
         schedule = Schedule(self.plan.config)  # config: ratios of single tensors are resolved
-        return replace(self, plan=self.plan.under(schedule.settings(ratio), self.plan.follows))
+        return replace(self, plan=self.plan.under(schedule.settings(ratio), self.plan.update_rule))

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from horovod_topk.core.exchange.agreement import agree_on_nothing
 from horovod_topk.core.exchange.membership import elastic
-from horovod_topk.core.run.reductions import reduction_of, refusing_join, wrap
+from horovod_topk.core.run.seams import reduction_of, refusing_join, wrap
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import TensorFlowOps
@@ -43,7 +43,7 @@ from horovod_topk.tensorflow.momentum import (
     fitted_to,
     warn_of_late_clipping,
 )
-from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
+from horovod_topk.tensorflow.planning import TapeSettings, groups_by_id, unwrap
 from horovod_topk.tensorflow.refusals import (
     check_bears_zeros,
     check_none_left_out,
@@ -74,7 +74,7 @@ class Exchange:
     def __init__(
         self,
         fitted: Fitted,
-        settings: Settings,
+        settings: TapeSettings,
         memory: Memory | None,
         sparse_as_dense: bool,
         stock: Function,
@@ -132,7 +132,7 @@ class Exchange:
         if updates is not None:
             self._warnings += updates.leave_narrow(optimizer, variables)
         rule = updates.rule if updates is not None and updates.is_on else None
-        config, settings = self.config, replace(self._settings, follows=rule)
+        config, settings = self.config, replace(self._settings, update_rule=rule)
         check_not_twice(optimizer, config)
         # Horovod would exchange sparse gradients, and no momentum would be applied to them.
         if self._sparse_as_dense or rule is not None:
@@ -141,7 +141,7 @@ class Exchange:
         self.state = self.compressor.state_of(variables, config, settings, self._memory)
         self.state.warnings = self._warnings
         if updates is not None:
-            updates.follow(self.state, variables)
+            updates.adapt(self.state, variables)
         changed = self.state.active or config.momentum or config.clip_norm is not None
         scale = self.scale() if changed else None
         if not self.state.active:
@@ -182,7 +182,7 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
             return _meeting_others(original(*args, **kwargs), asked)
         compressor = fitted.compressor
         groups = groups_by_id(asked["groups"])
-        settings = Settings(reduction_of(asked["op"], hvd), groups, asked["process_set"])
+        settings = TapeSettings(reduction_of(asked["op"], hvd), groups, asked["process_set"])
         memory = None if asked["name"] == TAPE else Memory()
         if memory is not None and compressor.grad_scaler is not None:
             _refuse_scaler()

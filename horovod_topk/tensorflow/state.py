@@ -26,8 +26,8 @@ from horovod_topk.tensorflow.collective import HorovodCollective, seconds_of
 from horovod_topk.tensorflow.gradients import clip, clipped_alone, is_dense, with_momentum
 from horovod_topk.tensorflow.planning import (
     CachedPlan,
-    Settings,
     Specs,
+    TapeSettings,
     names_of,
     plan_of,
     shapes_of,
@@ -36,7 +36,7 @@ from horovod_topk.tensorflow.planning import (
 )
 from horovod_topk.tensorflow.state_variables import VariableState
 from horovod_topk.tensorflow.variables import Stores
-from horovod_topk.updates.tensorflow import Followed
+from horovod_topk.updates.tensorflow import UpdateInputs
 from horovod_topk.updates.tracker import Moments
 
 log = logging.getLogger("horovod_topk")
@@ -61,7 +61,7 @@ class OptimizerState(Attached[VariableState]):
         self,
         config: Method,
         variables: Sequence[Any],
-        settings: Settings,
+        settings: TapeSettings,
         stores: Stores,
     ) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
@@ -83,7 +83,7 @@ class OptimizerState(Attached[VariableState]):
         check_elastic(config, in_graphs=True)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
         shared = settings.reduction, names, stores, collective
-        self._state = VariableState(config, *shared, settings.follows)
+        self._state = VariableState(config, *shared, settings.update_rule)
         self._plans: dict[Specs, CachedPlan] = {}  # one for each set of gradients
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,13 +141,13 @@ class OptimizerState(Attached[VariableState]):
                 result[i] = exchanged
         return result
 
-    def follows(self, variable: Any) -> bool:
+    def is_adapted(self, variable: Any) -> bool:
         """Whether the update of a variable of the model depends on the exchange."""
-        return self._state.is_followed(self._name_of[id(variable)])
+        return self._state.is_adapted(self._name_of[id(variable)])
 
-    def followed(self, variables: Sequence[Any]) -> Followed:
+    def update_inputs(self, variables: Sequence[Any]) -> UpdateInputs:
         """As `VariableState.followed`, for variables of the model."""
-        return self._state.followed([self._name_of[id(each)] for each in variables])
+        return self._state.update_inputs([self._name_of[id(each)] for each in variables])
 
     def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients for the optimizer if nothing is compressed: clipped, and with momentum."""
@@ -335,7 +335,7 @@ def _step(
     run = state.step(plan, cached.name, rates, moments, moves=moves)
     timer = state.timer
     timer.begin()
-    run.turn()
+    run.switch_level()
     for ordinal, own in of.items():
         timer.note_ready([array.value for array in own])
         run.begin(ordinal, own)

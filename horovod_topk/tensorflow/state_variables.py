@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.measures import HOST, VERDICT, Rows
 from horovod_topk.core.codec.momentum import check_dtypes
-from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import Collective, Storage
 from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.exchange.reduce import declared, state_plan
@@ -23,19 +23,19 @@ from horovod_topk.core.run.state import State
 from horovod_topk.core.run.stats import describe
 from horovod_topk.core.run.step import Step
 from horovod_topk.core.state.learning_rates import fall_of
-from horovod_topk.core.state.named_state import Part
+from horovod_topk.core.state.named_state import NamedState
 from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY, converted
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import Follows, Method, Seeded, StateSpec
+from horovod_topk.methods.protocol import Method, Seeded, StateSpec, UpdateRule
 from horovod_topk.ops.tensorflow import Array, Buffer, Scaled, TensorFlowOps, joined
 from horovod_topk.tensorflow.collective import GraphTimer
 from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
 from horovod_topk.tensorflow.variables import StateVariables, Stores, VariablePiece, apart
 from horovod_topk.updates import formulas
-from horovod_topk.updates.tensorflow import Codes, Followed
-from horovod_topk.updates.tracker import ARRIVALS, FACTORS, Moments, Rule, Tracker, selecting
+from horovod_topk.updates.tensorflow import Codes, UpdateInputs
+from horovod_topk.updates.tracker import ARRIVALS, DAMPING, Moments, Rule, Tracker, selecting
 
 log = logging.getLogger("horovod_topk")
 
@@ -99,7 +99,7 @@ class VariableState(State[Array]):
         names: names of all variables.
         stores: state variables by model variable.
         collective: collectives of the ranks that exchange.
-        follows: the rule of the optimizer's update, if it depends on exchanges.
+        update_rule: the rule of the optimizer's update, if it depends on exchanges.
     """
 
     rates: VariableRates | None
@@ -111,7 +111,7 @@ class VariableState(State[Array]):
         names: Sequence[str],
         stores: Stores,
         collective: Collective[Array],
-        follows: Follows | None = None,
+        update_rule: UpdateRule | None = None,
     ) -> None:
         if config.residuals != "float32":
             raise ConfigError(
@@ -126,13 +126,13 @@ class VariableState(State[Array]):
             )
         self.schedule_in_graphs = TracedSchedule(config)
         self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
-        super().__init__(config, reduction, self.ops, self.schedule_in_graphs, follows)
+        super().__init__(config, reduction, self.ops, self.schedule_in_graphs, update_rule)
         self._names, self.later = names, set(names)
         self.rates = VariableRates(self._fall, names) if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
-        # SGD's losses, one for each of `names`, and what the update does to codes.
-        self._losses, self._codes = apart(_of_update, len(names))
+        # SGD's cut, one for each of `names`, and what the update does to codes.
+        self._cuts, self._codes = apart(_of_update, len(names))
         self._row = {name: row for row, name in enumerate(names)}
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
@@ -154,8 +154,8 @@ class VariableState(State[Array]):
         return converted(state, lambda array: array.value)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """`State.place`."""
+    def rank_and_ranks(self) -> tuple[int, int]:
+        """`State.rank_and_ranks`."""
         return self.collective.rank, self.collective.size
 
     def squares(self) -> Squares:
@@ -174,7 +174,7 @@ class VariableState(State[Array]):
         if self.exchange is None:
             self._choose_exchange(plan)
         for name, spec in declared(plan).items():
-            self.parts.setdefault(METHOD_STATE + name, Part(self.ops)).spec = spec
+            self.parts.setdefault(METHOD_STATE + name, NamedState(self.ops)).spec = spec
         if self.config.momentum:
             check_dtypes(plan)
         for bucket in plan.buckets:
@@ -248,11 +248,11 @@ class VariableState(State[Array]):
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
         codec.draw_from(lambda: committed, partial(_rank_in_graph, self.config, self.collective))
-        follow = None
-        if isinstance(plan.follows, Rule):
-            follow = Tracker(plan.follows, self.ops, lambda: moments).follow
+        followers = None
+        if isinstance(plan.update_rule, Rule):
+            followers = Tracker(plan.update_rule, self.ops, lambda: moments)
         shared = self.ops, codec, exchange, name
-        return Step(plan, storage, *shared, number=self._number, follow=follow)
+        return Step(plan, storage, *shared, number=self._number, followers=followers)
 
     @property
     def timer(self) -> GraphTimer:
@@ -271,34 +271,34 @@ class VariableState(State[Array]):
         at = HOST.index(name)
         return Buffer(self._numbers.read_value()[at : at + 1])
 
-    def is_followed(self, name: str) -> bool:
+    def is_adapted(self, name: str) -> bool:
         """Whether a tensor's update depends on the exchange."""
         part = self.parts.get(METHOD_STATE + ARRIVALS)
         return part is not None and name in part.pieces
 
-    def followed(self, names: Sequence[str]) -> Followed:
-        """What the last step has told of followed tensors."""
+    def update_inputs(self, names: Sequence[str]) -> UpdateInputs:
+        """What the update of some tensors needs of the last step's exchange."""
         codes = [self._piece(METHOD_STATE + ARRIVALS, name) for name in names]
         does = self._codes.read_value()
         if not self._normalises:
             places = [self._row[name] for name in names]
-            return Followed(codes, None, tf.gather(self._losses, places), does)
-        pieces = [self._piece(METHOD_STATE + FACTORS, name) for name in names]
+            return UpdateInputs(codes, None, tf.gather(self._cuts, places), does)
+        pieces = [self._piece(METHOD_STATE + DAMPING, name) for name in names]
         every = list({id(each.variable): each.variable for each in pieces}.values())
         sizes = [0, *itertools.accumulate(variable.shape[0] for variable in every)]
         first = {id(variable): at for variable, at in zip(every, sizes[:-1], strict=True)}
         joint = tf.concat([tf.cast(variable, tf.float64) for variable in every], 0)
         places = [first[id(each.variable)] + each.start for each in pieces]
         both = [[place, place + 1] for place in places]
-        return Followed(codes, tf.gather(joint, both), None, does)
+        return UpdateInputs(codes, tf.gather(joint, both), None, does)
 
     @property
     def _normalises(self) -> bool:
-        return isinstance(self.follows, Rule) and self.follows.normalises
+        return isinstance(self.update_rule, Rule) and self.update_rule.normalises
 
     def note_codes(self, plan: Plan, sound: Any) -> None:
         """Note in a graph what the update does to codes; sound: whether the step is committed."""
-        if plan.follows is not None:
+        if plan.update_rule is not None:
             sends_all = plan.config.ratio == 1.0 and not plan.config.withheld()
             self._codes.assign(
                 tf.where(sound, Codes.FILL if sends_all else Codes.FOLLOW, Codes.STAY)
@@ -306,14 +306,14 @@ class VariableState(State[Array]):
 
     def _note_losses(self, plan: Plan, rates: StepRates | None) -> None:
         """Assign, in a step of SGD, the share that elements lose if they always arrive."""
-        if plan.follows is None or self._normalises:
+        if plan.update_rule is None or self._normalises:
             return
         names = [tensor.spec.name for tensor in plan.tensors()]
         found = {n for each in plan.buckets for n in selecting(plan.config, each.gradients)}
         loses = tf.constant([float(name in found) for name in names], tf.float64)
         decays = tf.ones_like(loses) if rates is None else rates.decays(names)
         places = [[self._row[name]] for name in names]
-        self._losses.scatter_nd_update(places, loses * formulas.loss_of(decays))
+        self._cuts.scatter_nd_update(places, loses * formulas.cut_of(decays))
 
     def _renew_numbers(self) -> None:
         """Set the measures of the next step after a state was loaded."""
@@ -339,11 +339,11 @@ class VariableState(State[Array]):
         """Choose the exchange together with all ranks."""
         self.exchange = exchange_of(plan, self.ops, self.collective)
         log.info("TopKEF: %s", describe(self.exchange))
-        self.parts = {RESIDUALS: Part(self.ops)}
+        self.parts = {RESIDUALS: NamedState(self.ops)}
         if self.exchange.parts:
-            self.parts[OWNED] = Part(self.ops)
+            self.parts[OWNED] = NamedState(self.ops)
         if self.config.momentum:
-            self.parts[VELOCITY] = Part(self.ops)
+            self.parts[VELOCITY] = NamedState(self.ops)
 
     def _lay_out(self, bucket: BucketPlan, variables: Mapping[str, Any]) -> None:
         """Find or make the state variables of a bucket's tensors."""
@@ -356,7 +356,9 @@ class VariableState(State[Array]):
         }
         each = [variables[t.spec.name] for t in bucket.tensors]
 
-        def make(part: Part[Array], store: StateVariables, holders: Sequence[BucketPlan]) -> None:
+        def make(
+            part: NamedState[Array], store: StateVariables, holders: Sequence[BucketPlan]
+        ) -> None:
             """holders: plans that together hold the part."""
             shards = list(orders.values()) if part in split else ()
             made = store.of(each, holders, shards) if holders else [()] * len(each)
@@ -399,8 +401,8 @@ def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
 
 def _of_update(count: int) -> tuple[Any, Any]:
     with tf.device("cpu"):
-        losses = tf.Variable(tf.zeros([count], tf.float64), trainable=False)
-        return losses, tf.Variable(Codes.FOLLOW, trainable=False, dtype=tf.int32)
+        cuts = tf.Variable(tf.zeros([count], tf.float64), trainable=False)
+        return cuts, tf.Variable(Codes.FOLLOW, trainable=False, dtype=tf.int32)
 
 
 def _of_host() -> Any:

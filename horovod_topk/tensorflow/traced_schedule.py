@@ -143,12 +143,12 @@ class TracedSchedule:
 
     def _position(self) -> Any:
         """Position of the next step's level, in a graph."""
-        schedule, is_over = self._schedule, False
+        schedule, has_ended = self._schedule, False
         if self._config.guard is not None:
-            is_over = tf.not_equal(self._stage.read_value(), guard.COMPRESSING)
+            has_ended = tf.not_equal(self._stage.read_value(), guard.COMPRESSING)
         decided = self._decided.read_value() if schedule.decides else -1
         known = self._committed.read_value(), decided, self._asked.read_value()
-        return schedule.level_of(*known, is_over=is_over, where=_where)
+        return schedule.level_of(*known, has_ended=has_ended, where=_where)
 
 
 def _where(condition: Any, this: Any, other: Any) -> Any:

@@ -49,7 +49,7 @@ class Updates:
                 return [warn_of_unknown(kind, why)]
         return []
 
-    def follow(self, state: OptimizerState, variables: Iterable[Any]) -> None:
+    def adapt(self, state: OptimizerState, variables: Iterable[Any]) -> None:
         """Note the state of these variables' exchange."""
         for variable in variables if self.is_on else ():
             self._states[id(unwrap(variable))] = state
@@ -72,7 +72,7 @@ class Updates:
         for gradient, variable in pairs:
             inner = unwrap(variable)
             state = self._states.get(id(inner))
-            if state is None or is_sparse(gradient) or not state.follows(inner):
+            if state is None or is_sparse(gradient) or not state.is_adapted(inner):
                 rest.append((gradient, variable))
             else:
                 pair = tf.cast(gradient, inner.dtype), variable
@@ -82,7 +82,7 @@ class Updates:
             assert numbers is not None
             slots = [list(map(unwrap, slots_of(optimizer, variable))) for _, variable in own]
             variables = [unwrap(variable) for _, variable in own]
-            gradients, known = [gradient for gradient, _ in own], state.followed(variables)
+            gradients, known = [gradient for gradient, _ in own], state.update_inputs(variables)
             update(gradients, variables, slots, numbers, known)
         return rest
 

@@ -43,7 +43,7 @@ def watched(variable: Any, owner: Forgets, key: object) -> object:
 
 @dataclass(frozen=True)
 class VariablePiece:
-    """`core.state.named_state.Piece` that holds a stretch of a flat state variable."""
+    """`core.state.named_state.StoredArray` that holds a stretch of a flat state variable."""
 
     variable: Any
     start: int

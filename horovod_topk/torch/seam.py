@@ -33,7 +33,7 @@ from horovod_topk import reporting
 from horovod_topk.core.exchange.agreement import agree_on_nothing
 from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.run.base_compressor import BaseCompressor
-from horovod_topk.core.run.reductions import Function, reduction_of, refusing_join, wrap
+from horovod_topk.core.run.seams import Function, reduction_of, refusing_join, wrap
 from horovod_topk.errors import ConfigError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.collective import HorovodCollective

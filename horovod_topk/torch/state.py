@@ -21,7 +21,7 @@ from torch import Tensor
 
 from horovod_topk.core.exchange.membership import check_steps_kept, elastic
 from horovod_topk.core.run.compressor import Compressor
-from horovod_topk.core.run.reductions import reduction_of
+from horovod_topk.core.run.seams import reduction_of
 from horovod_topk.errors import ConfigError, ShapeChangedError
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.hooks import Hooks

@@ -29,7 +29,7 @@ from horovod_topk.core.run.optimizers import (
     guarded,
     kind_of,
     none_to_correct,
-    note_followed,
+    note_adapted,
 )
 from horovod_topk.core.state.learning_rates import Rates, fall_of
 from horovod_topk.errors import ConfigError
@@ -108,7 +108,7 @@ def not_a_number(optimizer: Any, group: Mapping[str, Any], setting: str) -> Conf
 # Learning rates.
 
 
-def followed(optimizer: Any, config: Method, names: Mapping[Any, str]) -> Rates | None:
+def optimizer_rates(optimizer: Any, config: Method, names: Mapping[Any, str]) -> Rates | None:
     """Learning rates that residuals are rescaled by; None if `follow_lr` is off.
 
     Rates are read when a step's first bucket is sent, before `optimizer.step()`. If a scheduler
@@ -126,13 +126,13 @@ def followed(optimizer: Any, config: Method, names: Mapping[Any, str]) -> Rates 
     """
     if not config.follow_lr:
         return None
-    if why := why_not_followed(optimizer):
+    if why := why_rate_unknown(optimizer):
         raise ConfigError(f"follow_lr=True was given, and {why}", cure="Leave follow_lr= out")
     held = weakref.ref(optimizer)  # weak: the optimizer refers to the state, which refers to this
     return Rates(lambda: rates_of(held(), names), partial(fall_of, config))
 
 
-def why_not_followed(optimizer: Any) -> str:
+def why_rate_unknown(optimizer: Any) -> str:
     """Reason why residuals cannot follow an optimizer's learning rates; empty: they can."""
     for number, group in enumerate(optimizer.param_groups):
         if number_of(group.get("lr")) is None:
@@ -227,7 +227,7 @@ def fit_settings(
     config, rule, why_left = fit_momentum(optimizer, config, deferred)
     config = guarded(config, deferred)
     if "follow_lr" in deferred:
-        why = why_not_followed(optimizer)
+        why = why_rate_unknown(optimizer)
         config = replace(config, follow_lr=not why)
         if why:
             log.info("TopKEF does not follow learning rates: %s", why)
@@ -252,7 +252,7 @@ def fit_momentum(
     check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
     if why is not None:
         return config, None, why
-    note_followed(kind)
+    note_adapted(kind)
     return config, tracker.ADAM if is_adam else tracker.SGD, ""
 
 

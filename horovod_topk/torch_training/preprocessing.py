@@ -248,21 +248,21 @@ def _gradients_of(optimizer: Any) -> list[Tensor]:
 
 def local_clip(clip_norm: float, reduction: str) -> LocalClip[Tensor]:
     """Make the clipper of a rank's gradients, bucket by bucket as they become ready."""
-    return LocalClip(clip_norm, reduction, Scope.SO_FAR, Norms())
+    return LocalClip(clip_norm, reduction, Scope.SO_FAR, TorchNorms())
 
 
-class Norms:
-    """`core.codec.clipping.Norms`: floats for host gradients, tensors on accelerators.
+class TorchNorms:
+    """`core.codec.clipping.GradientNorms`: floats for host gradients, tensors on accelerators.
 
     To avoid waiting for accelerators, the gradients on each device are clipped by their own norm.
     """
 
-    def place(self, gradients: Sequence[Tensor]) -> object:
-        """`Norms.place`: the device."""
+    def device(self, gradients: Sequence[Tensor]) -> object:
+        """`GradientNorms.device`: the device."""
         return gradients[0].device
 
     def norm(self, gradients: Sequence[Tensor], before: float | Tensor) -> float | Tensor:
-        """`Norms.norm`."""
+        """`GradientNorms.norm`."""
         if gradients[0].device.type == "cpu" and not isinstance(before, Tensor):
             return math.hypot(before, *map(_norm_on_host, gradients))
         earlier = torch.as_tensor(before, device=gradients[0].device).double()
@@ -271,7 +271,7 @@ class Norms:
         return norm
 
     def reduce(self, gradients: Sequence[Tensor], threshold: float, norm: float | Tensor) -> None:
-        """`Norms.reduce`."""
+        """`GradientNorms.reduce`."""
         if isinstance(norm, Tensor):
             factor = (threshold / norm).clamp(max=1.0)
             for gradient in gradients:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk import reporting
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange.agreement import agree
 from horovod_topk.core.exchange.membership import check_elastic, elastic
 from horovod_topk.core.exchange.selection import exchange_of
@@ -230,7 +230,7 @@ def _compressor_of(
         followers = Tracker(rule, ops, lambda: moments(held(), names))
     shared = plan, ops, PayloadCodec(ops), exchange, full, collective.timer
     made = Compressor(*shared, followers)
-    made.rates = settings.followed(optimizer, plan.config, names)
+    made.rates = settings.optimizer_rates(optimizer, plan.config, names)
     made.frozen = partial(settings.frozen, held, names)
     log.info("TopKEF %s: %s, %s", full, plan.summary(), describe(exchange))
     return made

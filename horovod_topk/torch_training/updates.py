@@ -22,7 +22,7 @@ from horovod_topk.torch_training.optimizer_settings import betas_of, not_a_numbe
 from horovod_topk.updates import formulas
 from horovod_topk.updates.formulas import Adam, Sgd
 from horovod_topk.updates.torch import Update, update
-from horovod_topk.updates.tracker import CLASSES, Energies, Moments, Norms
+from horovod_topk.updates.tracker import CLASSES, AdamFollower, Moments, SgdFollower
 
 ADAM_KEYS = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 
@@ -106,21 +106,21 @@ class Updates:
             update([each for _, each in found])
 
     def _arrived(self) -> Iterator[tuple[str, tuple[Tensor, Tensor | None, float]]]:
-        """Codes of phi, Adam's factors and SGD's loss of the last step, by tensor name."""
+        """Codes of phi, Adam's damping and SGD's loss of the last step, by tensor name."""
         compressor, config = self._compressor, self._compressor.plan.config
         for follower, committed in compressor.step.followers():
-            assert isinstance(follower, Norms | Energies)
+            assert isinstance(follower, SgdFollower | AdamFollower)
             codes = zip(follower.names, follower.codes, strict=True)
             if config.ratio == 1.0 and not config.withheld():  # the optimizer's own, bit for bit
                 self._whole += [each for _, each in codes]
-            elif isinstance(follower, Energies):
-                factors = follower.factors(committed=committed).view(-1, CLASSES)
-                for (name, each), pair in zip(codes, factors, strict=True):
+            elif isinstance(follower, AdamFollower):
+                damping = follower.damping(committed=committed).view(-1, CLASSES)
+                for (name, each), pair in zip(codes, damping, strict=True):
                     yield name, (each, pair, 0.0)
             else:
                 for name, each in codes:
                     decay = compressor.decay(name) if name in follower.selecting else 0.0
-                    yield name, (each, None, formulas.loss_of(decay))
+                    yield name, (each, None, formulas.cut_of(decay))
 
     def _continue_dense(self, optimizer: Any, updates: Sequence[Update]) -> None:
         """Have phi begin at 1 where a momentum buffer is that of dense steps.
@@ -162,7 +162,7 @@ def _sgd_of(
     if not momentum:
         return []
     if not 0.0 < momentum < 1.0 or dampening:
-        raise _not_followed(optimizer, f"momentum={momentum:g} and dampening={dampening:g}")
+        raise _not_adapted(optimizer, f"momentum={momentum:g} and dampening={dampening:g}")
     rate, decay = (number_in(optimizer, group, s) for s in ("lr", "weight_decay"))
     own = momentum, rate, decay, bool(group["nesterov"])
     pairs = zip(parameters, arrived, strict=True)
@@ -176,7 +176,7 @@ def _adam_of(
     if not beta1:
         return []
     if not (0.0 < beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-        raise _not_followed(optimizer, f"betas=({beta1:g}, {beta2:g})")
+        raise _not_adapted(optimizer, f"betas=({beta1:g}, {beta2:g})")
     rate, decay, eps = (number_in(optimizer, group, s) for s in ("lr", "weight_decay", "eps"))
     is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
     decays, betas = (0.0, decay) if is_decoupled else (decay, 0.0), (beta1, beta2)
@@ -195,8 +195,8 @@ def _of(optimizer: Any, group: Mapping[str, Any], p: Any, arrived: Any, numbers:
         gradient = gradient.to_dense()
     if scale is not None:  # a GradScaler leaves it to a fused step
         gradient = gradient / scale
-    codes, factors, _ = arrived
-    return Update(p, gradient, bool(group.get("maximize")), codes, factors, numbers)
+    codes, damping, _ = arrived
+    return Update(p, gradient, bool(group.get("maximize")), codes, damping, numbers)
 
 
 def _counts(optimizer: Any, parameters: Sequence[Any]) -> list[int]:
@@ -247,7 +247,7 @@ def _betas(optimizer: Any, group: Mapping[str, Any]) -> tuple[float, float]:
     raise not_a_number(optimizer, group, "betas")
 
 
-def _not_followed(optimizer: Any, shown: str) -> ConfigError:
+def _not_adapted(optimizer: Any, shown: str) -> ConfigError:
     """The error for a momentum whose value has become invalid during training."""
     return ConfigError(
         f"a parameter group of {type(optimizer).__name__} has {shown}, and its step depends on how "

@@ -70,7 +70,7 @@ MOST = 1.0, 2.0  # largest c of Adam, of elements that arrive often and of other
 FARTHEST = 0.2  # share of a tensor's rms that Adam may move its weights by in a step
 SLOWEST = 1e-30  # smaller learning rates count as this one: far is divided by them
 UNLIMITED = 2.0  # Adam's first m is half of this limit
-LOSS = 0.5  # SGD: what an element that always arrives loses at the largest learning rate
+CUT = 0.5  # SGD: what an element that always arrives loses at the largest learning rate
 SPIKE = 1.5  # SGD: largest norm of a tensor's gradient, divided by the mean of earlier ones
 NORM_RATE = 0.05  # weight of the present step in n
 
@@ -135,12 +135,12 @@ class Sgd:
     rate: float  # lr
     decay: float  # of weights, coupled
     nesterov: bool
-    loss: float  # of an element that always arrives
+    cut: float  # of an element that always arrives
 
 
-def loss_of(decay: Any) -> Any:
+def cut_of(decay: Any) -> Any:
     """loss = 1/2 (lr / largest lr so far)^2."""
-    return LOSS * decay**2
+    return CUT * decay**2
 
 
 def sgd(weight: Any, momentum: Any, g: Any, share: Any, of: Sgd) -> tuple[Any, Any]:
@@ -158,7 +158,7 @@ def sgd(weight: Any, momentum: Any, g: Any, share: Any, of: Sgd) -> tuple[Any, A
 def sgd_total(momentum: Any, g: Any, share: Any, of: Sgd) -> Any:
     """S = mu B + c g, c = 1 - loss phi'."""
     phi = share * share * (share * share)
-    return momentum * of.momentum + (1.0 - phi * of.loss) * g
+    return momentum * of.momentum + (1.0 - phi * of.cut) * g
 
 
 def sgd_step(total: Any, share: Any, of: Sgd) -> Any:

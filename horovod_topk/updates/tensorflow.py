@@ -35,7 +35,7 @@ class Numbers:
     @classmethod
     def of_sgd(cls, momentum: Any, rate: Any, *, nesterov: bool) -> Numbers:
         """Numbers of Keras' SGD."""
-        return cls(-rate, Sgd(momentum, -1.0, 0.0, nesterov, loss=0.0))
+        return cls(-rate, Sgd(momentum, -1.0, 0.0, nesterov, cut=0.0))
 
     @classmethod
     def of_adam(cls, betas: tuple[Any, Any], step: Any, rate: Any, eps: float) -> Numbers:
@@ -80,19 +80,19 @@ class Stretch(Protocol):
 
 
 @dataclass(frozen=True)
-class Followed:
-    """What the last step has told of some tensors, for their update."""
+class UpdateInputs:
+    """What the update of some tensors needs of the last step's exchange."""
 
     codes: Sequence[Stretch]  # of tf.Variables of uint8: phi of elements, which the update writes
-    factors: Any  # Adam's c of both classes, [n, 2]; None: with SGD
-    losses: Any  # SGD's loss of elements that always arrive, [n] float64; None: with Adam
+    damping: Any  # Adam's c of both classes, [n, 2]; None: with SGD
+    cuts: Any  # SGD's loss of elements that always arrive, [n] float64; None: with Adam
     does: Any  # one of `Codes`, [] int32
 
-    def at(self, position: int) -> Followed:
+    def at(self, position: int) -> UpdateInputs:
         """The same for one of the tensors."""
         one = slice(position, position + 1)
-        factors, losses = (None if x is None else x[one] for x in (self.factors, self.losses))
-        return Followed(self.codes[one], factors, losses, self.does)
+        damping, cuts = (None if x is None else x[one] for x in (self.damping, self.cuts))
+        return UpdateInputs(self.codes[one], damping, cuts, self.does)
 
 
 def update(
@@ -100,7 +100,7 @@ def update(
     variables: Sequence[Any],
     slots: Sequence[Sequence[Any]],
     numbers: Numbers,
-    known: Followed,
+    known: UpdateInputs,
 ) -> None:
     """Update variables of one dtype, their slots and their codes.
 
@@ -118,7 +118,7 @@ def update(
             _update_one(*each, numbers, known.at(at))
         return
     dtype, moments = variables[0].dtype, [slot for own in slots for slot in own]
-    factors = [] if known.factors is None else tf.reshape(known.factors, [-1])
+    damping = [] if known.damping is None else tf.reshape(known.damping, [-1])
     samples = [whole_sample(variable.shape.num_elements()) for variable in variables]
     arrays = list({id(code.variable): code.variable for code in known.codes}.values())
     position = {id(array): at for at, array in enumerate(arrays)}
@@ -127,8 +127,8 @@ def update(
         gradients,
         *([_value(each) for each in some] for some in written),
         numbers=numbers.stacked,
-        losses=tf.zeros([0], tf.float64) if known.losses is None else known.losses,
-        factors=tf.cast(factors, dtype),
+        losses=tf.zeros([0], tf.float64) if known.cuts is None else known.cuts,
+        factors=tf.cast(damping, dtype),
         does=known.does,
         samples=[
             number
@@ -148,12 +148,12 @@ def _update_one(
     variable: Any,
     slots: Sequence[Any],
     numbers: Numbers,
-    known: Followed,
+    known: UpdateInputs,
 ) -> None:
     """Update one variable by TensorFlow's operations."""
     written, (codes,) = [variable, *slots], known.codes
     nesterov = isinstance(numbers.of, Sgd) and numbers.of.nesterov
-    own = known.losses if known.factors is None else known.factors
+    own = known.cuts if known.damping is None else known.damping
     function = _traced(tuple(variable.shape), variable.dtype, len(slots), nesterov)
     before = [*map(_value, written), codes.value()]
     *after, arrivals = function(gradient, before, numbers.stacked, own, known.does)
@@ -181,7 +181,7 @@ def _after(
         gradient: G.
         before: the variable, its moments and its codes.
         numbers: the gradient's factor and those of the update, float64.
-        own: SGD's loss [1], or Adam's factors [1, 2].
+        own: SGD's loss [1], or Adam's damping [1, 2].
         does: what happens to codes, [] int32.
     """
     weight, *moments, codes = before
@@ -200,13 +200,13 @@ def _after(
         after: Sequence[Any] = formulas.sgd(weight, moments[0], gradient * gain, share, of_sgd)
     else:
         often = tf.reshape(formulas.arrives_often(position), weight.shape)
-        factors = tf.cast(own[0], weight.dtype)
-        factor, rms = tf.where(often, factors[0], factors[1]), _rms(weight)
+        damping = tf.cast(own[0], weight.dtype)
+        factor, rms = tf.where(often, damping[0], damping[1]), _rms(weight)
         kept, of = (moments[0], moments[1], moments[2] if moments[2:] else None), Adam(*each)
         factor = tf.where(tf.equal(of.beta1, 0), tf.ones_like(factor), factor)
         after = formulas.adam(weight, kept, gradient, share, factor, rms, of, _VERBS)
-    follows = tf.equal(does, Codes.FOLLOW)
-    return [*after[: 1 + len(moments)], tf.where(follows, later, codes)]
+    does_follow = tf.equal(does, Codes.FOLLOW)
+    return [*after[: 1 + len(moments)], tf.where(does_follow, later, codes)]
 
 
 def _rms(weight: Any) -> Any:

@@ -32,7 +32,7 @@ class Update:
     gradient: Tensor
     maximize: bool
     codes: Tensor  # of phi, uint8, flat
-    factors: Tensor | None  # c of both classes, [2]; SGD: None
+    damping: Tensor | None  # c of both classes, [2]; SGD: None
     numbers: Sgd | Adam
     moments: Sequence[Tensor] = ()  # the optimizer's: its momentum buffer, or Adam's two or three
     rms: Tensor | None = None  # of Adam's weight, []
@@ -86,11 +86,11 @@ def update_by_torch(each: Update) -> None:
         weight, after_step = formulas.sgd(each.weight, buffer, g, share, numbers)
         buffer.copy_(after_step)
     else:
-        assert each.factors is not None
+        assert each.damping is not None
         moment, square, *largest = each.moments
         kept = moment, square, largest[0] if largest else None
         often = formulas.arrives_often(before).view(shape)
-        factor = torch.where(often, *each.factors) if numbers.beta1 else 1.0
+        factor = torch.where(often, *each.damping) if numbers.beta1 else 1.0
         now = share, factor, each.rms
         weight, *new = formulas.adam(each.weight, kept, g, *now, numbers, _Verbs())
         for moment, value in zip(each.moments, new, strict=False):
@@ -136,7 +136,7 @@ def _record(each: Update) -> native.Update:
     moments = [moment.data_ptr() for moment in each.moments] + [0, 0]
     places = each.gradient.data_ptr(), each.weight.data_ptr(), *moments[:3]
     own = each.codes.data_ptr(), each.weight.numel(), -1.0 if each.maximize else 1.0
-    pair, rms = each.factors, each.rms
+    pair, rms = each.damping, each.rms
     arrays = own[0], 0 if pair is None else pair.data_ptr(), 0 if rms is None else rms.data_ptr()
     made = native.Update(*places, *arrays, *own[1:])
     if isinstance(each.numbers, Adam):
@@ -155,16 +155,16 @@ def _tensors(each: Update) -> Sequence[Tensor]:
 
 def _others(each: Update) -> Sequence[Tensor]:
     """The other arrays that GPU kernels read and write."""
-    if each.factors is None or each.rms is None:
+    if each.damping is None or each.rms is None:
         return (each.codes,)
-    return each.codes, each.factors, each.rms
+    return each.codes, each.damping, each.rms
 
 
 def _numbers(each: Update) -> tuple[float, ...]:
     """Numbers of a tensor for `horovod_topk.kernels.triton.updates.lists.update`."""
     of, sign = each.numbers, -1.0 if each.maximize else 1.0
     if isinstance(of, Sgd):
-        own = of.momentum, of.rate, of.nesterov, of.loss, 1.0 / (1.0 - of.momentum)
+        own = of.momentum, of.rate, of.nesterov, of.cut, 1.0 / (1.0 - of.momentum)
         return sign, of.decay, *own
     moments = of.beta1, of.beta2, of.again, of.now
     weights = of.stays, of.rate, of.scale, of.eps, of.most, of.reach

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.plan.buckets import BucketPlan
 from horovod_topk.core.plan.shards import first_block
-from horovod_topk.core.run.follower import Memory
+from horovod_topk.core.run.follower import FollowerArenas
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.methods.protocol import Method, Piece, StateSpec
 from horovod_topk.ops import Ops
@@ -27,7 +27,7 @@ from horovod_topk.updates.formulas import LEAST, MOST, NORM_RATE, SPIKE
 
 Array = TypeVar("Array")
 
-ARRIVALS, ENERGY, LOST, FACTORS = "arrivals", "energy", "lost", "factors"  # states: q, E, D, c
+ARRIVALS, ENERGY, WITHHELD, DAMPING = "arrivals", "energy", "lost", "factors"  # states: q, E, D, c
 NORMS = "norms"  # SGD's n; its factors are min(1, 3/2 n / |G|)
 CLASSES = 2  # of elements: those that arrive often, and the others
 SAMPLE = 1 << 15  # elements of a tensor that sums are computed from, at most
@@ -44,7 +44,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Rule:
-    """`horovod_topk.methods.protocol.Follows` for the update of SGD, or of Adam and AdamW."""
+    """`horovod_topk.methods.protocol.UpdateRule` for the update of SGD, or of Adam and AdamW."""
 
     name: str  # "sgd" or "adam"
 
@@ -54,26 +54,26 @@ class Rule:
         return self.name == "adam"
 
     def states(self, piece: Piece) -> Mapping[str, StateSpec]:
-        """`Follows.states`."""
+        """`UpdateRule.states`."""
         classes = CLASSES if self.normalises else 1
         each, known = min(1, piece.numel) * classes, (0.0, math.inf)
         common: Any = {"shared": True, "optional": True}
         coded: Any = {"dtype": "uint8", "in_place": True, "range": (0.0, 1.0)}
         arrivals = StateSpec(piece.numel, **common, **coded)
-        factors = StateSpec(each, **common, is_factor=True, range=(0.0, 2.0))
+        damping = StateSpec(each, **common, is_damping=True, range=(0.0, 2.0))
         if not self.normalises:
             norms = StateSpec(each, **common, in_units=True, range=known)
-            return {ARRIVALS: arrivals, NORMS: norms, FACTORS: factors}
-        energy, lost = StateSpec(each, **common, range=known), StateSpec(each, optional=True)
-        return {ARRIVALS: arrivals, ENERGY: energy, FACTORS: factors, LOST: lost}
+            return {ARRIVALS: arrivals, NORMS: norms, DAMPING: damping}
+        energy, withheld = StateSpec(each, **common, range=known), StateSpec(each, optional=True)
+        return {ARRIVALS: arrivals, ENERGY: energy, DAMPING: damping, WITHHELD: withheld}
 
     def numbers(self, piece: Piece) -> tuple[str, ...]:
-        """`Follows.numbers`: D' of each class."""
-        is_told = self.normalises and piece.numel
-        return tuple(f"{LOST}{i}" for i in range(CLASSES)) if is_told else ()
+        """`UpdateRule.numbers`: D' of each class."""
+        is_sent = self.normalises and piece.numel
+        return tuple(f"{WITHHELD}{i}" for i in range(CLASSES)) if is_sent else ()
 
     def adopted(self, name: str, array: Any, ops: Ops[Any]) -> Any:
-        """`Follows.adopted`: earlier versions have saved phi itself."""
+        """`UpdateRule.adopted`: earlier versions have saved phi itself."""
         if name != ARRIVALS or ops.dtype(array) == "uint8":
             return array
         code = formulas.code_of(ops.cast(array, "float64"), ops.root)
@@ -108,18 +108,20 @@ class Tracker(Generic[Array]):
             self._moments = self._read()
         return self._moments
 
-    def follow(self, bucket: BucketPlan, memory: Memory) -> Energies[Array] | Norms[Array]:
-        """`core.run.follower.Followers.follow`."""
+    def follower(
+        self, bucket: BucketPlan, memory: FollowerArenas
+    ) -> AdamFollower[Array] | SgdFollower[Array]:
+        """`core.run.follower.Followers.follower`."""
         if self.rule.normalises:
-            return Energies(bucket, memory, self._ops, self.moments)
-        return Norms(bucket, memory, self._ops)
+            return AdamFollower(bucket, memory, self._ops, self.moments)
+        return SgdFollower(bucket, memory, self._ops)
 
 
 class _Bucket(Generic[Array]):
     """What both followers have of a bucket."""
 
     def __init__(
-        self, bucket: BucketPlan, memory: Memory, ops: Ops[Array], classes: int = 1
+        self, bucket: BucketPlan, memory: FollowerArenas, ops: Ops[Array], classes: int = 1
     ) -> None:
         self._ops, self._bucket, self._states = ops, bucket, memory.states
         pieces = bucket.gradients
@@ -142,9 +144,9 @@ class _Bucket(Generic[Array]):
         views = self._states[ARRIVALS].views(self._ops)
         return [views[at] for at in self._positions]
 
-    def factors(self, *, committed: bool) -> Array:
+    def damping(self, *, committed: bool) -> Array:
         """The factors of the last step: c of each class of each tensor, or SGD's, flat."""
-        arenas: Arenas[Array] = self._states[FACTORS]
+        arenas: Arenas[Array] = self._states[DAMPING]
         return arenas.residual if committed else arenas.candidate
 
     def _constant(self, numbers: Sequence[float]) -> Array:
@@ -152,7 +154,7 @@ class _Bucket(Generic[Array]):
         return constants(numbers, self._bucket, self._ops)
 
 
-class Norms(_Bucket[Array]):
+class SgdFollower(_Bucket[Array]):
     """Follows the norms of exchanged gradients for SGD, and limits those that are suddenly large.
 
     Args:
@@ -175,14 +177,14 @@ class Norms(_Bucket[Array]):
     def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, message: Any) -> None:
         """`Follower.finish`: scale sudden gradients down, and follow the means of their norms."""
         tensors = [exchanged[at] for at in self._positions]
-        means, factors = self._states[NORMS], self._states[FACTORS].candidate
+        means, damping = self._states[NORMS], self._states[DAMPING].candidate
         pair, numbers = (means.residual, means.candidate), (NORM_RATE, SPIKE)
-        kernel = self._ops.tracker_kernels(tensors, [self._scales, factors, *pair]).spikes
+        kernel = self._ops.tracker_kernels(tensors, [self._scales, damping, *pair]).spikes
         if kernel is not None:
-            kernel(tensors, self._places, self._scales, gain, pair, factors, numbers)
+            kernel(tensors, self._places, self._scales, gain, pair, damping, numbers)
         else:
             self._find(tensors, gain)
-            self._ops.limit(tensors, factors)
+            self._ops.limit(tensors, damping)
 
     def _find(self, tensors: Sequence[Array], gain: float) -> None:
         """Compute the mean norms after this step, and this step's factors, without a kernel."""
@@ -202,12 +204,12 @@ class Norms(_Bucket[Array]):
         allowed: Any = ops.cast(ops.finite(ops.divided(largest, norms)), dtype)
         # min(1, allowed) is exact: it is 1 where the difference is not negative.
         is_spike: Any = ops.cast(allowed < 1.0, dtype) * is_known * counts
-        is_over: Any = ops.cast(scaled > LIMIT, dtype) * is_known  # |G| overflows
-        factors = ((allowed - 1.0) * is_spike + 1.0) * (is_over * -1.0 + 1.0) + is_over * TINY
-        ops.assign(self._states[FACTORS].candidate, factors)
+        exceeds: Any = ops.cast(scaled > LIMIT, dtype) * is_known  # |G| overflows
+        damping = ((allowed - 1.0) * is_spike + 1.0) * (exceeds * -1.0 + 1.0) + exceeds * TINY
+        ops.assign(self._states[DAMPING].candidate, damping)
 
 
-class Energies(_Bucket[Array]):
+class AdamFollower(_Bucket[Array]):
     """Follows energies for Adam: what error feedback takes away, and what is exchanged.
 
     Args:
@@ -220,7 +222,7 @@ class Energies(_Bucket[Array]):
     def __init__(
         self,
         bucket: BucketPlan,
-        memory: Memory,
+        memory: FollowerArenas,
         ops: Ops[Array],
         moments: Callable[[], Mapping[str, Moments]],
     ) -> None:
@@ -231,7 +233,7 @@ class Energies(_Bucket[Array]):
         # What this rank loses is sampled in its own shards, if there are owners.
         firsts = [pieces[at].first for at in self._positions]
         pairs = zip(self._sizes, firsts, strict=True)
-        self._shards = [Sample(numel, parts, first) for numel, first in pairs]
+        self._shards = [TensorSample(numel, parts, first) for numel, first in pairs]
         self._shard_places = tuple(
             (pieces[at].start, *place[1:3], *shard.pick)
             for at, place, shard in zip(self._positions, self._places, self._shards, strict=True)
@@ -286,23 +288,23 @@ class Energies(_Bucket[Array]):
 
         It lacks what this rank loses as an owner in this step, which is not known yet.
         """
-        arenas: Arenas[Array] = self._states[LOST]
+        arenas: Arenas[Array] = self._states[WITHHELD]
         gradients = self._gradients
         if gradients:
-            if not self._lost_by_kernel(gradients):
+            if not self._withheld_by_kernel(gradients):
                 came = self._sampled(gradients)
-                self._follow(arenas, arenas.residual, self._lost(came, *self._kept(self._own)))
+                self._fade(arenas, arenas.residual, self._withheld(came, *self._kept(self._own)))
             self._gradients = ()
         return arenas.candidate
 
     def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, message: Any) -> None:
         """`Follower.finish`: compute E', and c from the step's own numbers."""
-        ops, energy, told = self._ops, self._states[ENERGY], self._states[LOST]
+        ops, energy, arenas = self._ops, self._states[ENERGY], self._states[WITHHELD]
         unit = 1.0 / ranks if self._bucket.reduction == "sum" else 1.0
-        factors, codes = self._states[FACTORS].candidate, self._states[ARRIVALS].residual
+        damping, codes = self._states[DAMPING].candidate, self._states[ARRIVALS].residual
         each = [exchanged[at] for at in self._positions]
         pair, numbers = (energy.residual, energy.candidate), (unit / gain, ranks, LEAST)
-        states = self._scales, self._fading, *pair, self._gains, factors
+        states = self._scales, self._fading, *pair, self._gains, damping
         kernel = ops.tracker_kernels(each, states).energies
         if kernel is not None:
             kernel(each, codes, self._places, states, message, numbers)
@@ -310,15 +312,15 @@ class Energies(_Bucket[Array]):
             dtype = self._bucket.residual_dtype
             sums: Any = ops.energies_of(each, codes, self._places, dtype)
             now: Any = ops.transposed(sums * self._scales, CLASSES)
-            self._follow(energy, energy.residual, now * (unit / gain) ** 2)
-            ops.assign(factors, self._factors(energy.candidate, self._mean(message), ranks))
+            self._fade(energy, energy.residual, now * (unit / gain) ** 2)
+            ops.assign(damping, self._damping(energy.candidate, self._mean(message), ranks))
         for owned in self._owned:
             before, after = self._kept(owned)
             came = self._sampled(exchanged) * (1.0 / gain) + after - before
-            lost = self._lost(came * unit, before * unit, after * unit)
-            ops.assign(told.candidate, ops.finite(told.candidate + lost))
+            withheld = self._withheld(came * unit, before * unit, after * unit)
+            ops.assign(arenas.candidate, ops.finite(arenas.candidate + withheld))
 
-    def _follow(self, arenas: Arenas[Array], before: Any, now: Any) -> None:
+    def _fade(self, arenas: Arenas[Array], before: Any, now: Any) -> None:
         """Write an energy to a candidate; 0 where it is not finite."""
         after: Any = formulas.energy_after(before, now, self._fading)
         self._ops.assign(arenas.candidate, self._ops.finite(after))
@@ -330,16 +332,16 @@ class Energies(_Bucket[Array]):
         ops.accumulate(total, None, ops.unpack_values(message, count, "float32", dtype))
         return total * (1 / ops.rows(message, 4 * count))  # type: ignore[no-any-return]
 
-    def _factors(self, energy: Any, lost: Any, ranks: int) -> Array:
+    def _damping(self, energy: Any, withheld: Any, ranks: int) -> Array:
         """The factors c, given E' and the mean of D'; 1 where there is no energy."""
         ops, most = self._ops, energy * self._gains
-        gained = (abs(lost) - lost) * (0.5 / ranks)  # 0 where energy is taken away
+        gained = (abs(withheld) - withheld) * (0.5 / ranks)  # 0 where energy is taken away
         gained = gained - (gained - most + abs(gained - most)) * 0.5  # at most that
-        lost = (lost + abs(lost)) * 0.5 - gained
-        share: Any = ops.finite(ops.divided(lost, energy + lost))
+        withheld = (withheld + abs(withheld)) * 0.5 - gained
+        share: Any = ops.finite(ops.divided(withheld, energy + withheld))
         return ops.root(ops.cast(formulas.factor_of(share), "float64"))
 
-    def _lost(self, came: Any, before: Any, after: Any) -> Any:
+    def _withheld(self, came: Any, before: Any, after: Any) -> Any:
         """The energy that error feedback takes away, for each class of each tensor: flat.
 
         This is the energy of what was to be sent, less that of the selected elements, plus that of
@@ -358,14 +360,14 @@ class Energies(_Bucket[Array]):
         sums: Any = ops.joined([ops.segment_sums(each, sizes) for each in classes])
         return ops.transposed(sums * self._shard_scales, CLASSES)
 
-    def _lost_by_kernel(self, gradients: Sequence[Array]) -> bool:
+    def _withheld_by_kernel(self, gradients: Sequence[Array]) -> bool:
         """Add what is lost of this rank's gradients to D in a kernel, if there is one."""
-        codes, told = self._states[ARRIVALS].residual, self._states[LOST]
+        codes, arenas = self._states[ARRIVALS].residual, self._states[WITHHELD]
         own = [gradients[at] for at in self._positions]
         before, after, every = self._own.unscaled()
-        factors = [every[at] for at in self._positions] if every else []
-        states = self._shard_scales, self._fading, told.residual, told.candidate
-        kernel = self._ops.tracker_kernels(own, [before, after, *states], factors).lost
+        scales = [every[at] for at in self._positions] if every else []
+        states = self._shard_scales, self._fading, arenas.residual, arenas.candidate
+        kernel = self._ops.tracker_kernels(own, [before, after, *states], scales).energy_withheld
         if kernel is not None:
             kernel(own, (before, after), codes, self._shard_places, states)
         return kernel is not None
@@ -388,7 +390,7 @@ class Energies(_Bucket[Array]):
 
 
 @dataclass(frozen=True)
-class Sample:
+class TensorSample:
     """Where a sample of a tensor is: in every `parts`-th block of one of its shards.
 
     Args:
@@ -433,9 +435,9 @@ class Sample:
 
 
 @lru_cache(maxsize=4096)
-def whole_sample(numel: int) -> Sample:
+def whole_sample(numel: int) -> TensorSample:
     """The sample of a whole tensor; cached, as updates ask for it in every step."""
-    return Sample(numel)
+    return TensorSample(numel)
 
 
 def constants(numbers: Sequence[float], bucket: BucketPlan, ops: Ops[Array]) -> Array:
@@ -453,11 +455,11 @@ def selecting(config: Method, pieces: Sequence[Piece]) -> set[str]:
 
     They are equal on all ranks, also where some of them own no shard.
     """
-    legs = "direct", "gather"
+    directions = "direct", "gather"
     return {
         piece.spec.name
         for piece in pieces
-        if not all(config.piece(piece, leg).sends_all for leg in legs)
+        if not all(config.piece(piece, direction).sends_all for direction in directions)
     }
 
 

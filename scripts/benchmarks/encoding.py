@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk.cli.timing import clocked, in_turns
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.methods import Method

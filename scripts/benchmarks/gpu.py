@@ -27,7 +27,7 @@ from torch import Tensor
 
 from horovod_topk.cli.machine import cpu_model
 from horovod_topk.cli.models import resnet50_specs
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels.triton import unsupported

@@ -28,7 +28,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from benchmarks.gpu import origin, refuse
-from benchmarks.simulated import PARTS, PLAIN, RANKS, Part, Training
+from benchmarks.simulated import PARTS, PLAIN, RANKS, NamedState, Training
 from horovod_topk.cli.compare.simulated import exchanges
 from horovod_topk.cli.models import specs_of
 from horovod_topk.cli.timing import in_turns, repeated
@@ -121,7 +121,7 @@ class Clock:
         self._device = device
         self._taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
-    def __call__(self, name: str, part: Part, calls: int = 1) -> None:
+    def __call__(self, name: str, part: NamedState, calls: int = 1) -> None:
         """Run a part, a number of times, and note the time of one."""
         wait(self._device)
         began = time.perf_counter()
@@ -142,7 +142,7 @@ class Clock:
         return {**found, ALL: (done, queued)}
 
 
-def floors(specs: Sequence[TensorSpec], device: str) -> dict[str, Part]:
+def floors(specs: Sequence[TensorSpec], device: str) -> dict[str, NamedState]:
     """Return operations that pass once over as many elements as a step does, by name."""
     numel = sum(spec.numel for spec in specs)
     r, g = (torch.randn(numel, device=device) for _ in range(2))
@@ -155,7 +155,7 @@ class Synchronisations:
     def __init__(self) -> None:
         self.found: dict[str, Counter[str]] = {}
 
-    def __call__(self, name: str, part: Part) -> None:
+    def __call__(self, name: str, part: NamedState) -> None:
         """Run a part."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -177,7 +177,7 @@ class Profile:
     def __init__(self) -> None:
         self.found: dict[str, tuple[int, float]] = {}
 
-    def __call__(self, name: str, part: Part) -> None:
+    def __call__(self, name: str, part: NamedState) -> None:
         """Run a part."""
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         wait("cuda")
@@ -222,7 +222,7 @@ def measure(trainings: dict[str, Training], device: str, repeats: int) -> dict[s
     return clocks
 
 
-def measure_floor(call: Part, device: str, repeats: int) -> Clock:
+def measure_floor(call: NamedState, device: str, repeats: int) -> Clock:
     """Time a call."""
     Clock(device)(ALL, call, BATCH)  # warms up
     clock = Clock(device)

@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.encoding import FLOOR, Encoding, Gradients, Step, milliseconds
 from horovod_topk.cli.machine import machine
 from horovod_topk.config import fields_of
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange import Storage
 from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.exchange.reduce import ReducedBucket, declared, state_plan

@@ -16,11 +16,11 @@ from horovod_topk.core.run.substitute import parse
 RANKS = 2
 PARTS = ("encode", "decode, commit", "optimizer's step")
 PLAIN = "momentum=0, follow_lr=False, warmup=None"
-Part = Callable[[], object]
-Around = Callable[[str, Part], object]  # runs one part of rank 0's step
+NamedState = Callable[[], object]
+Around = Callable[[str, NamedState], object]  # runs one part of rank 0's step
 
 
-def directly(name: str, part: Part) -> None:
+def directly(name: str, part: NamedState) -> None:
     """Run a part of a step without measuring it."""
     part()
 

@@ -33,7 +33,7 @@ from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.tensorflow.collective import GraphTimer
-from horovod_topk.tensorflow.planning import Settings
+from horovod_topk.tensorflow.planning import TapeSettings
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.variables import Stores
 from pages import RESULTS, Values, write
@@ -119,7 +119,7 @@ def in_tensorflow(specs: Sequence[TensorSpec]) -> Callable[[], object]:
     """A step of plain error feedback in a tf.function; the two ranks send the same."""
     variables = [tf.Variable(tf.zeros(s.shape), name=s.name) for s in reversed(specs)]
     method = TopK(momentum=0, follow_lr=False, warmup=None)
-    state = OptimizerState(method, variables, Settings("average", None, Alone()), Stores())
+    state = OptimizerState(method, variables, TapeSettings("average", None, Alone()), Stores())
     state._state.collective = Collective()
     gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]
 

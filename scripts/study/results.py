@@ -13,7 +13,7 @@ from pathlib import Path
 from horovod_topk.cli.compare.records import Record, Store
 from horovod_topk.cli.compare.result import Found
 from horovod_topk.cli.compare.session import results
-from horovod_topk.cli.compare.settings import Settings, of_file
+from horovod_topk.cli.compare.settings import CompareSettings, of_file
 from horovod_topk.core.run.substitute import Substitute, parse
 from pages import RESULTS
 from pages.markdown import spread, standard_error
@@ -113,7 +113,7 @@ class Study:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.settings: list[Settings] = of_file(Path(__file__).with_name(f"{name}.toml"))
+        self.settings: list[CompareSettings] = of_file(Path(__file__).with_name(f"{name}.toml"))
         store = Store(RESULTS / f"{name}.jsonl")
         every = [(each, results(each, store)) for each in self.settings]
         self.cases: dict[str, list[Found]] = {each.title: found for each, found in every}

@@ -50,7 +50,7 @@ def latest(world: World) -> list[dict[str, bytes]]:
 
 
 def key(**changed: Any) -> Key:
-    usual = {"seed": 0, "place": ("w", "direct", 0), "committed": 5, "rank": 1}
+    usual = {"seed": 0, "identity": ("w", "direct", 0), "committed": 5, "rank": 1}
     known = usual | changed
     rank = known.pop("rank")
     return Key(**known, rank=lambda: rank, writer=lambda row: row)
@@ -67,7 +67,7 @@ def test_own_numbers_differ_from_the_peers_and_shared_ones_do_not() -> None:
 @pytest.mark.parametrize(
     "changed",
     [{"seed": 1}, {"committed": 6}]
-    + [{"place": place} for place in (("v", "direct", 0), ("w", "gather", 0), ("w", "direct", 1))],
+    + [{"identity": each} for each in (("v", "direct", 0), ("w", "gather", 0), ("w", "direct", 1))],
     ids=str,
 )
 def test_numbers_follow_from_all_of_a_key(changed: dict[str, Any]) -> None:

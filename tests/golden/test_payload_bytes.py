@@ -17,7 +17,7 @@ from oracle import wire
 from oracle.backends import Backend, each_framework
 from oracle.world import World
 
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.core.plan.shards import first_block
 from horovod_topk.errors import PayloadError, PlanMismatchError, TopKError

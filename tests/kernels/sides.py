@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.momentum import velocities_of
-from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.plan.shards import shard
 from horovod_topk.core.state.residual import Arenas
@@ -59,14 +59,14 @@ class Side:
         zeros = np.zeros(plan.numel, plan.residual_dtype)
         return Arenas(plan, self.array(zeros.copy()), self.array(zeros.copy()))
 
-    def rescale(self, factors: list[float]) -> None:
+    def rescale(self, damping: list[float]) -> None:
         """Multiply the residual of each tensor, once it is read."""
         for arenas in self.residuals:
-            for tensor, factor in zip(arenas.plan.tensors, factors, strict=True):
+            for tensor, factor in zip(arenas.plan.tensors, damping, strict=True):
                 if factor != 1.0:
                     arenas.rescale(tensor.start, tensor.stop, factor, self.ops)
 
-    def weigh(self, squares: list[Array | None]) -> None:
+    def find_floors(self, squares: list[Array | None]) -> None:
         """Select by these mean squares of the gradients."""
         self.squares = [None if v is None else self.array(v.copy()) for v in squares]
 
@@ -127,9 +127,9 @@ class Pair:
     def normal(self, scale: float = 1.0) -> list[Array]:
         return normal(self.bucket, self.random, scale)
 
-    def rescale(self, factors: list[float]) -> None:
+    def rescale(self, damping: list[float]) -> None:
         for side in self.sides:
-            side.rescale(factors)
+            side.rescale(damping)
 
     def encode(
         self, gradients: list[Array], momentum: TopK | None = None, *, commit: bool = True

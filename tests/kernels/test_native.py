@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sides import Array, Pair, Side, bucket_of, normal
 
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan.shards import shard
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.errors import PayloadError
@@ -61,9 +61,9 @@ def pair_of(*sizes: int, dtype: str = "float32", **settings: Any) -> Pair:
     return Pair(bucket_of(TopK(**settings), *sizes, dtype=dtype))
 
 
-def kernel_of(recipe: Sequence[int]) -> native.Bucket:
+def kernel_of(recipe: Sequence[int]) -> native.NativeBucket:
     assert FOUND.library is not None
-    return native.Bucket(recipe, FOUND.library)
+    return native.NativeBucket(recipe, FOUND.library)
 
 
 def addresses(*arrays: Array) -> list[int]:
@@ -589,9 +589,9 @@ def test_products_are_added_in_order(isa: str, dtype: str, threads: int) -> None
             total = total + p[:, i : i + 1] * q[i : i + 1]
         for subtracts, expected in ((0, total * total.dtype.type(0.3)), (1, before - total)):
             out = before.copy()
-            factors = p.ctypes.data, q.ctypes.data, m, k, n
+            damping = p.ctypes.data, q.ctypes.data, m, k, n
             place = out.ctypes.data, out.itemsize, threads
-            FOUND.library.topkef_product(*factors, 0.3, subtracts, *place)
+            FOUND.library.topkef_product(*damping, 0.3, subtracts, *place)
             assert np.array_equal(out, expected)
 
 

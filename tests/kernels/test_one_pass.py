@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sides import Array, Pair, bucket_of
 
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
@@ -52,8 +52,8 @@ def test_the_bits_of_the_verbs(
     both = pair_of(dtype=dtype, parts=parts, selection=selection, values="int4")
     for step, scale in enumerate((1.0, 1.1, 0.2, 3.0, 0.0)):
         if rescaled and step:
-            factors = [1.0 + 0.01 * (step + i % 3) for i in range(len(SIZES))]
-            both.rescale(factors)
+            damping = [1.0 + 0.01 * (step + i % 3) for i in range(len(SIZES))]
+            both.rescale(damping)
         both.encode(both.normal(scale), momentum, commit=step != 2)
 
 
@@ -79,7 +79,7 @@ def test_selection_by_mean_squares_has_the_bits_of_the_verbs(
         assert squares[6] is not None
         squares[6][[0, -1]] = last
         for side in both.sides:
-            side.weigh(squares)
+            side.find_floors(squares)
         both.encode(both.normal(1.0 + step), momentum, commit=step != 1)
 
 
@@ -90,7 +90,7 @@ def test_what_moves_adam_most_is_selected(weighted: bool) -> None:
     is_large = np.arange(20_000) % 10 == 0
     v = np.where(is_large, 81.0, 1.0).astype(np.float32)
     for side in both.sides:
-        side.weigh([v if weighted else None])
+        side.find_floors([v if weighted else None])
     gradients = both.normal()
     gradients[0] *= np.where(is_large, 2.9, 1.0).astype(np.float32)
     both.encode(gradients)
@@ -140,8 +140,8 @@ def test_a_step_that_is_rolled_back_writes_candidates_alone() -> None:
     both = pair_of(values="int4")
     both.encode(both.normal(), NESTEROV)
     residual, velocity = both.kernels.residuals[0].unscaled()[0].clone(), both.kernels.state()[-1]
-    factors = [1.25] * len(SIZES)
-    both.kernels.rescale(factors)
+    damping = [1.25] * len(SIZES)
+    both.kernels.rescale(damping)
     spoilt = both.normal()
     for gradient in spoilt:
         gradient[0] = np.nan
@@ -149,7 +149,7 @@ def test_a_step_that_is_rolled_back_writes_candidates_alone() -> None:
     assert torch.equal(both.kernels.residuals[0].unscaled()[0], residual)
     assert both.kernels.state()[-1] == velocity
     assert torch.equal(both.kernels.residuals[0].residual, residual * 1.25)  # new units stay
-    both.verbs.rescale(factors)
+    both.verbs.rescale(damping)
     both.encode(both.normal(), NESTEROV)
 
 

@@ -136,9 +136,9 @@ def test_a_step_of_a_resnet_launches_few_kernels(
     if kind == "sgd":
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-4)
     names, rule = {p: name for name, p in model.items()}, Rule(kind)
-    follow = Tracker(rule, TorchOps(), lambda: moments(optimizer, names))
+    follower = Tracker(rule, TorchOps(), lambda: moments(optimizer, names))
     config = TopK(values="int4", indices="plain", exchange="allgather", min_numel=4)
-    exchange = exchanges.Compressed(model, RANKS, config, rule, follow)
+    exchange = exchanges.Compressed(model, RANKS, config, rule, follower)
     first, second = exchange.compressors
     updates = Updates(names, first)
 

@@ -22,7 +22,7 @@ import sides
 import torch
 from torch import Tensor
 
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan import payload as wire
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.state.residual import Arenas
@@ -537,7 +537,7 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     from horovod_topk.kernels.triton.topk.narrow import narrow
     from horovod_topk.kernels.triton.topk.pack import pack
     from horovod_topk.kernels.triton.topk.scatter import scatter
-    from horovod_topk.kernels.triton.topk.stream import stream, weigh
+    from horovod_topk.kernels.triton.topk.stream import find_floors, stream
 
     size = Geometry()
     chunk = {"CHUNK": size.chunk, "SLOT": size.slot}
@@ -555,7 +555,7 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
         kernels.append(compiled(pack, 4, VALUES=values, BLOCK=block, ROWS=size.parcel // block))
     if kind == 3:
         more = {"RUN_CHUNKS": 12, "CHUNKS_ROOM": 16, "SAMPLE": 2 * size.sample}
-        kernels += [compiled(narrow, 16, **chunk, **run, **more), compiled(weigh, 4)]
+        kernels += [compiled(narrow, 16, **chunk, **run, **more), compiled(find_floors, 4)]
     else:
         kernels.append(compiled(scatter, 16, RUN=12 * size.chunk, **run))
     for ptx in (each["ptx"] for each in kernels):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from horovod_topk.core.exchange.reduce import state_plan
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
-from horovod_topk.core.run.follower import Memory
+from horovod_topk.core.run.follower import FollowerArenas
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import native, triton
 from horovod_topk.methods.topk import TopK
@@ -30,7 +30,7 @@ from horovod_topk.ops.torch import DTYPES, TorchOps
 from horovod_topk.updates import tracker
 from horovod_topk.updates.formulas import Adam, Sgd, adam_of
 from horovod_topk.updates.torch import Update, update, update_by_torch
-from horovod_topk.updates.tracker import TINY, Moments, Rule, Sample, Tracker
+from horovod_topk.updates.tracker import TINY, Moments, Rule, TensorSample, Tracker
 
 SIZES = (5, 5000, 1, 2048, 70_001, 513)
 
@@ -84,7 +84,7 @@ def places(parts: int, first: int) -> tuple[Place, ...]:
     """Return where samples of one shard of each tensor are."""
     found, start = list[Place](), 0
     for numel in SIZES:
-        found.append((start, start, numel, *Sample(numel, parts, first).pick))
+        found.append((start, start, numel, *TensorSample(numel, parts, first).pick))
         start += numel  # the shard has less
     return tuple(found)
 
@@ -112,14 +112,14 @@ def case_updates(numbers: str, maximize: bool) -> None:
     for device in ("cpu", DEVICE):
         own, side = [[each.clone() for each in some] for some in start], list[Update]()
         for at, (weight, *moments, code) in enumerate(zip(*own, strict=True)):
-            factors = torch.tensor([1.0 - at / 10, 1.0 + at / 8]).to(device)
+            damping = torch.tensor([1.0 - at / 10, 1.0 + at / 8]).to(device)
             kept = moments[: 1 if is_sgd else 3 if has_largest else 2]
             arrays = [each.to(device) for each in (weight, torch.zeros_like(weight), *kept)]
             if at == 0:  # at an odd address
                 arrays = [torch.cat([each[:1], each])[1:] for each in arrays]
             if at == 1:
                 arrays = [each.view(100, 50).t().contiguous().t() for each in arrays]
-            pair, of = None if is_sgd else factors, numbers_of(numbers, at)
+            pair, of = None if is_sgd else damping, numbers_of(numbers, at)
             both = arrays[0], arrays[1], maximize, code.to(device)
             side.append(Update(*both, pair, of, arrays[2:]))
         sides.append(side)
@@ -150,9 +150,9 @@ def numbers_of(name: str, at: int) -> Sgd | Adam:
 def case_roots_of_weights() -> None:
     from horovod_topk.kernels.triton.updates import lists
 
-    weights, where = drawn(0), tuple((0, 0, n, *Sample(n).pick) for n in SIZES)
+    weights, where = drawn(0), tuple((0, 0, n, *TensorSample(n).pick) for n in SIZES)
     expected = TorchOps(kernels=False).energies_of(weights, None, where, "float32")
-    sizes = torch.tensor([Sample(n).size for n in SIZES])
+    sizes = torch.tensor([TensorSample(n).size for n in SIZES])
     found = lists.rms(on_device(weights), where).cpu()
     torch.testing.assert_close(found, (expected / sizes).sqrt(), rtol=1e-6, atol=0.0)
 
@@ -176,8 +176,8 @@ def case_energies(parts: int, first: int) -> None:
     states = [torch.rand(2 * len(SIZES)) for _ in range(4)]
     states[0] = states[0][: len(SIZES)].repeat(2)
     given = [each.to(DEVICE) for each in (before, after, phi, *states)]
-    lists.lost(on_device(gradients), (given[0], given[1]), given[2], where, given[3:])
-    kernel = TorchOps().tracker_kernels(gradients, [before, after, *states]).lost
+    lists.energy_withheld(on_device(gradients), (given[0], given[1]), given[2], where, given[3:])
+    kernel = TorchOps().tracker_kernels(gradients, [before, after, *states]).energy_withheld
     assert kernel is not None
     kernel(gradients, (before, after), phi, where, states)
     torch.testing.assert_close(given[-1].cpu(), states[-1], rtol=1e-6, atol=1e-9)
@@ -192,9 +192,9 @@ def case_factors_of_adam(monkeypatch: pytest.MonkeyPatch) -> None:
         for at in (0, 2):  # of which one class may have no element, and no NaN
             gradients[at].nan_to_num_()
         generator = torch.Generator().manual_seed(step)
-        told = torch.randn(3, 2 * len(SIZES) + 4, generator=generator)
-        told[:, 2:-2] *= torch.tensor(SIZES).repeat_interleave(2)
-        sent = told.view(torch.uint8)[:, 8:-8]
+        sent = torch.randn(3, 2 * len(SIZES) + 4, generator=generator)
+        sent[:, 2:-2] *= torch.tensor(SIZES).repeat_interleave(2)
+        sent = sent.view(torch.uint8)[:, 8:-8]
         for states, follower in (here, there):
             is_here = states is here[0]
             phi = states[tracker.ARRIVALS].residual
@@ -203,7 +203,7 @@ def case_factors_of_adam(monkeypatch: pytest.MonkeyPatch) -> None:
             given[3] = given[3].view(64, 32).t().contiguous().t()
             follower.begin(given)
             follower.finish(given, gain, 3, sent.to(phi.device))
-        for name in (tracker.ENERGY, tracker.FACTORS):
+        for name in (tracker.ENERGY, tracker.DAMPING):
             one, other = here[0][name].candidate, there[0][name].candidate
             torch.testing.assert_close(other.cpu(), one, rtol=1e-5, atol=1e-6)
         for states, _ in (here, there):
@@ -222,22 +222,22 @@ def case_spikes(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "SMALL", type(samples.SMALL)(small))
     monkeypatch.setattr(lists, "SMALL", small)
     here, there = (side.follower() for side in sides("sgd", monkeypatch))
-    factors = list[float]()
+    damping = list[float]()
     for step, scale in enumerate((1.0, 1.1, 40.0, 0.0, 1e30, 1e19, math.nan, 1.0)):
         gradients = [each * scale for each in drawn(step)]
         moved = on_device(gradients)
         for (states, follower), exchanged in ((here, gradients), (there, moved)):
             exchanged[3] = exchanged[3].view(64, 32).t().contiguous().t()
             follower.finish(exchanged, 0.25, 2, None)
-            for name in (tracker.NORMS, tracker.FACTORS):
+            for name in (tracker.NORMS, tracker.DAMPING):
                 states[name].swap()
-        for name in (tracker.NORMS, tracker.FACTORS):
+        for name in (tracker.NORMS, tracker.DAMPING):
             one, other = here[0][name].residual, there[0][name].residual
             torch.testing.assert_close(other.cpu(), one, rtol=2e-6, atol=0.0)
         for left, right in zip(gradients, moved, strict=True):
             torch.testing.assert_close(right.cpu(), left, rtol=2e-6, atol=0.0, equal_nan=True)
-        factors.append(float(here[0][tracker.FACTORS].residual[1]))
-    assert 0.01 < factors[2] < 0.1 and factors[4] == TINY and factors.count(1.0) > 3
+        damping.append(float(here[0][tracker.DAMPING].residual[1]))
+    assert 0.01 < damping[2] < 0.1 and damping[4] == TINY and damping.count(1.0) > 3
 
 
 @dataclass
@@ -250,15 +250,15 @@ class Side:
 
     def follower(self) -> tuple[dict[str, Arenas[Tensor]], Any]:
         """Make the follower of the bucket, and its states."""
-        rule = self.bucket.follows
+        rule = self.bucket.update_rule
         assert isinstance(rule, Rule)
         names = rule.states(self.bucket.gradients[0])
         states = {
             name: self.arenas(state_plan(self.bucket, name), s.dtype) for name, s in names.items()
         }
-        memory = Memory([self.arenas(self.bucket)], (), 0, states)
+        memory = FollowerArenas([self.arenas(self.bucket)], (), 0, states)
         known = dict.fromkeys("012345", Moments(0.99, None))
-        return states, Tracker(rule, self.ops, lambda: known).follow(self.bucket, memory)
+        return states, Tracker(rule, self.ops, lambda: known).follower(self.bucket, memory)
 
     def arenas(self, plan: BucketPlan, dtype: str = "") -> Arenas[Tensor]:
         kind = DTYPES[dtype or "float32"]
@@ -273,13 +273,13 @@ def sides(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
     for kernels, device in ((False, "cpu"), (True, DEVICE)):
         specs = [TensorSpec(str(i), (n,), "float32", device) for i, n in enumerate(SIZES)]
         config = TopK(ratio=0.1, values="float32")
-        plan = make_plan(specs, config, "sum", follows=Rule(optimizer))
+        plan = make_plan(specs, config, "sum", update_rule=Rule(optimizer))
         yield Side(TorchOps(kernels=kernels), device, plan.buckets[0])
 
 
 ADDRESSES = "table", "gradients", "arrays", "rows", "sets"
 FLAT = (
-    "before", "after", "scales", "fading", "told", "gains", "residual", "candidate", "factors",
+    "before", "after", "scales", "fading", "sent", "gains", "residual", "candidate", "damping",
     "out",
 )  # fmt: skip
 
@@ -299,7 +299,9 @@ def compile_lists(generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from horovod_topk.kernels.triton.updates import elements, samples
 
     kernels = dict.fromkeys((elements.limit, elements.sgd, elements.adam), 8)
-    kernels |= dict.fromkeys((samples.rms, samples.spikes, samples.lost, samples.energies), 16)
+    kernels |= dict.fromkeys(
+        (samples.rms, samples.spikes, samples.energy_withheld, samples.energies), 16
+    )
     for kernel, warps in kernels.items():
         found = compiled(kernel, warps, types(), generation)
         ptx = found["ptx"]

@@ -29,8 +29,8 @@ class TwoRounds(Rounds):
     min_numel: int = 64
     columns: int = COLUMNS
 
-    def piece(self, part: Piece, leg: str) -> Piece:
-        part = super().piece(part, leg)
+    def piece(self, part: Piece, direction: str) -> Piece:
+        part = super().piece(part, direction)
         return replace(part, whole=part.whole or part.numel % self.columns > 0)
 
     def state(self, piece: Piece) -> Mapping[str, StateSpec]:

@@ -19,12 +19,10 @@ class Exact:
         self.codes = np.zeros(start.shape, int)
         self.m, self.v, self.largest = (np.zeros(start.shape) for _ in range(3))
 
-    def step(
-        self, group: Mapping[str, Any], gradient: Tensor, factors: Tensor, loss: float
-    ) -> None:
+    def step(self, group: Mapping[str, Any], gradient: Tensor, damping: Tensor, cut: float) -> None:
         """group: its parameter group; gradient: exchanged; factors: c of both classes."""
         lr, decay = float(group["lr"]), float(group["weight_decay"])
-        c = np.where((self.codes / 255) ** 4 > 0.5, *factors.tolist())
+        c = np.where((self.codes / 255) ** 4 > 0.5, *damping.tolist())
         g = gradient.double().numpy().copy()
         self.codes = np.where(g != 0, *np.array(AFTER)[::-1][:, self.codes])
         phi, rms = (self.codes / 255) ** 4, np.sqrt(np.square(self.p).mean())
@@ -33,7 +31,7 @@ class Exact:
         if "betas" not in group:
             g, mu = g + decay * self.p, group["momentum"]
             b = mu * phi**0.25
-            total = mu * self.m + (1 - loss * phi) * g
+            total = mu * self.m + (1 - cut * phi) * g
             moved, self.m = (1 - b) * total / (1 - mu), b * total / mu
             self.p = self.p - lr * (g + mu * moved if group["nesterov"] else moved)
             return

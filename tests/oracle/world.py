@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.plan.nodes import Nodes
@@ -153,9 +153,9 @@ class World:
         exchange = make_exchange(
             kind, collective, self.nodes, because, in_rounds=self.plan.config.in_rounds
         )
-        rule: Any = self.plan.follows
-        follow = None if rule is None else Tracker(rule, ops, lambda: self.moments)
-        return Compressor(self.plan, ops, PayloadCodec(ops), exchange, name, followers=follow)
+        rule: Any = self.plan.update_rule
+        follower = None if rule is None else Tracker(rule, ops, lambda: self.moments)
+        return Compressor(self.plan, ops, PayloadCodec(ops), exchange, name, followers=follower)
 
     def _to_arrays(self, gradients: Gradients) -> dict[str, Any]:
         array = self.backend.array

@@ -111,7 +111,7 @@ def test_ranks_need_kernels_of_one_kind_where_momenta_depend_on_them(
     """What all ranks compute alike would have other last bits on one of them."""
     kinds = iter(("others", "Triton") * 2)
     monkeypatch.setattr(type(NUMPY.ops), "kernel_kind", lambda ops, device: next(kinds))
-    adapted = make_plan([W, B], TopK(ratio=0.01, values="float32"), follows=SGD)
+    adapted = make_plan([W, B], TopK(ratio=0.01, values="float32"), update_rule=SGD)
     messages = [str(answer.exception()) for answer in proposals([adapted] * 2)]
     assert all(each.startswith("ranks disagree on kernels: ") for each in messages)
     assert all("with one version of Triton" in each for each in messages)

@@ -82,7 +82,7 @@ def test_a_tensor_that_is_left_out_stays_and_the_others_commit(
 @each_backend
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_so_do_velocities_and_other_states(backend: Backend, kind: str) -> None:
-    plan = make_plan(SPECS, STATEFUL[kind], follows=FOLLOWED.get(kind))
+    plan = make_plan(SPECS, STATEFUL[kind], update_rule=FOLLOWED.get(kind))
     some, all_of_them = (World(plan, 2, backend) for _ in range(2))
     for world in (some, all_of_them):
         world.step(of_two(2, seed=0))
@@ -95,10 +95,10 @@ def test_so_do_velocities_and_other_states(backend: Backend, kind: str) -> None:
 
 
 def frozen_world(
-    backend: Backend, config: Method, *names: str, follows: Rule | None = None
+    backend: Backend, config: Method, *names: str, update_rule: Rule | None = None
 ) -> World:
     """Four ranks after two steps; these tensors have a learning rate of 0 from now on."""
-    world = World(make_plan(SPECS, config, follows=follows), 4, backend)
+    world = World(make_plan(SPECS, config, update_rule=update_rule), 4, backend)
     for seed in range(2):
         world.step(of_two(4, seed))
     for compressor in world.ranks:
@@ -171,7 +171,7 @@ def test_velocities_of_a_frozen_tensor_go_on() -> None:
     commit(velocity, frozen=["b"])
     changed = {key.split()[1] for key, now in state(velocity, "b").items() if now != before[key]}
     assert changed == {"velocity"}
-    sgd = frozen_world(NUMPY, STATEFUL["sgd"], "b", follows=SGD)
+    sgd = frozen_world(NUMPY, STATEFUL["sgd"], "b", update_rule=SGD)
     before = state(sgd, "b")
     sgd.exchange(of_two(4, seed=2))
     commit(sgd, frozen=["b"])

@@ -153,11 +153,11 @@ def test_what_float16_cannot_hold_waits_where_sgd_is_followed(backend: Backend) 
 
 
 def assert_finite_and_conserved(
-    backend: Backend, reduction: str, method: Any, follows: Rule | None = None
+    backend: Backend, reduction: str, method: Any, update_rule: Rule | None = None
 ) -> None:
     """Train four steps on residuals of up to 300,000, with gradients of 2,000."""
     size, random = 3, np.random.default_rng(0)
-    world = World(make_plan(HALVES, method, reduction, follows=follows), size, backend)
+    world = World(make_plan(HALVES, method, reduction, update_rule=update_rule), size, backend)
     for rank in world.ranks:
         state = rank.state_dict()
         waited = (random.choice([-1, 1], 1200) * random.uniform(0, 3e5, 1200)).astype("f4")

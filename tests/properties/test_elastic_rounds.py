@@ -20,7 +20,7 @@ from oracle.loopback import Loopback
 from oracle.schedules import ByGradient
 from oracle.two_rounds import TwoRounds
 
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.control.schedule import Clock
 from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
@@ -31,7 +31,7 @@ from horovod_topk.elastic import Manager
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.protocol import Method
 from horovod_topk.methods.topk import TopK
-from horovod_topk.updates.tracker import ADAM, SGD, Energies, Rule, Tracker
+from horovod_topk.updates.tracker import ADAM, SGD, AdamFollower, Rule, Tracker
 
 SPECS = [TensorSpec("w", (40, 24), "float32"), TensorSpec("v", (30,), "float32")]
 PATIENCE = 60.0  # seconds
@@ -86,7 +86,7 @@ class Rank(Attached[Compressor[Any]]):
     def __init__(
         self, method: Method, backend: Backend, commit_dir: Path | None, rule: Rule | None
     ) -> None:
-        self._stand_for_nothing("rank", "")
+        super().__init__(None, "average", "rank", "not in a job")
         self.rule = rule
         self.active, self.framework = True, backend.name
         self.backend, self.place_of = backend, Place()
@@ -96,10 +96,10 @@ class Rank(Attached[Compressor[Any]]):
     def begin(self) -> None:
         """As an optimizer that is constructed, which no other rank waits for."""
         place, ops = self.place_of, self.backend.ops
-        plan = make_plan(SPECS, self.method, follows=self.rule)
-        follow = None if self.rule is None else Tracker(self.rule, ops)
+        plan = make_plan(SPECS, self.method, update_rule=self.rule)
+        follower = None if self.rule is None else Tracker(self.rule, ops)
         exchange = make_exchange(self.method.exchange, place, in_rounds=self.method.in_rounds)
-        self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, "job", followers=follow)
+        self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, "job", followers=follower)
         if self.method.follow_lr:
             self._state.rates = Rates(lambda: {spec.name: self.rate for spec in SPECS})
         assert self.manager is not None
@@ -336,8 +336,8 @@ def test_steps_of_ranks_that_join_are_those_of_the_others() -> None:
     def step(rank: Rank) -> list[bytes]:
         rank.step({name: swing * each for name, each in drawn.items()})
         for follower, committed in rank._state.step.followers():
-            assert isinstance(follower, Energies)
-            found = [follower.factors(committed=committed), *follower.codes]
+            assert isinstance(follower, AdamFollower)
+            found = [follower.damping(committed=committed), *follower.codes]
             return [rank.backend.numpy(x).tobytes() for x in found]
         raise AssertionError
 

@@ -33,11 +33,11 @@ class Followed:
     """
 
     def __init__(
-        self, plan: Plan, backend: Backend = TORCH, *, follows: bool = True, ranks: int = RANKS
+        self, plan: Plan, backend: Backend = TORCH, *, update_rule: bool = True, ranks: int = RANKS
     ) -> None:
         self.world = World(plan, ranks, backend)
         self.rates = [1.0, 1.0]
-        for each in self.world.ranks if follows else ():
+        for each in self.world.ranks if update_rule else ():
             each.rates = Rates(self.now)
 
     def now(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
 ) -> None:
     plan = plan_of(exchange=exchange, values=values)
     assert gap(Followed(plan, backend)) < 2e-5
-    assert gap(Followed(plan, backend, follows=False)) > 0.1
+    assert gap(Followed(plan, backend, update_rule=False)) > 0.1
 
 
 @pytest.mark.one_in(2)
@@ -106,7 +106,7 @@ def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
 def test_where_everything_is_sent_nothing_changes(backend: Backend, exchange: str) -> None:
     momentum = 0.0 if exchange == "hierarchical" else 0.9
     plan = plan_of(ratio=1.0, exchange=exchange, momentum=momentum)
-    followed, plain = Followed(plan, backend), Followed(plan, backend, follows=False)
+    followed, plain = Followed(plan, backend), Followed(plan, backend, update_rule=False)
     for rates, gradients in zip(pairs(SCHEDULE), gradients_of(len(SCHEDULE)), strict=True):
         assert same_bits(followed.step(rates, gradients), plain.step(rates, gradients))
 
@@ -166,7 +166,7 @@ def test_a_resumed_job_is_the_one_that_never_stopped(exchange: str) -> None:
 
 
 def test_a_constant_rate_changes_nothing() -> None:
-    followed, plain = Followed(plan_of()), Followed(plan_of(), follows=False)
+    followed, plain = Followed(plan_of()), Followed(plan_of(), update_rule=False)
     for gradients in gradients_of(4):
         assert same_bits(followed.step((0.1, 0.3), gradients), plain.step((0.1, 0.3), gradients))
     assert same_bits(followed.world.residuals(), plain.world.residuals())
@@ -177,26 +177,26 @@ def test_what_is_no_rate_is_not_followed(rate: float) -> None:
     """Residuals stay in the units that they have."""
     present = [0.4]
     rates = Rates(lambda: {"w": present[0]})
-    assert rates.turn(0) == {}
+    assert rates.rescalings(0) == {}
     for step, present[0] in enumerate((rate, rate), 1):
-        assert rates.turn(step) == {}
+        assert rates.rescalings(step) == {}
     assert rates.units == {"w": 0.4}
     present[0] = 1.6
-    assert rates.turn(3) == {"w": 0.25}
-    assert rates.turn(4) == {}
+    assert rates.rescalings(3) == {"w": 0.25}
+    assert rates.rescalings(4) == {}
 
 
 @pytest.mark.parametrize("rate", [SMALLEST / 2, 5e-324, 0.2])
 def test_units_fall_once_in_a_committed_step(rate: float) -> None:
     present = [0.4]
     rates = Rates(lambda: {"w": present[0]})
-    rates.turn(0)
+    rates.rescalings(0)
     present[0] = rate
     for step in (1, 2):
         before = rates.units["w"]
-        assert rates.turn(step) == {"w": pytest.approx(1 / FALL)}
+        assert rates.rescalings(step) == {"w": pytest.approx(1 / FALL)}
         for _ in range(2):  # steps that do not count
-            assert rates.turn(step) == {}
+            assert rates.rescalings(step) == {}
         assert rates.units["w"] == pytest.approx(FALL * before)
 
 
@@ -237,12 +237,12 @@ def test_a_rate_is_told_as_a_share_of_the_largest_so_far() -> None:
     assert rates.decay("w") == 1.0
     shares = []
     for step, present[0] in enumerate((0.1, 0.4, 0.39, 1e-9, 0.39)):
-        rates.turn(step)
+        rates.rescalings(step)
         shares.append(rates.decay("w"))
     assert shares == pytest.approx([1.0, 1.0, 0.975, FALL * 0.975, 0.975])
     again = Rates(lambda: {"w": present[0]})
     again.load(rates.saved())
-    assert (again.turn(5), again.decay("w")) == ({}, rates.decay("w"))
+    assert (again.rescalings(5), again.decay("w")) == ({}, rates.decay("w"))
     again.load({"rates": {"w": 0.2}})  # as earlier versions saved it
     assert again.decay("w") == 1.0
 
@@ -250,9 +250,9 @@ def test_a_rate_is_told_as_a_share_of_the_largest_so_far() -> None:
 def test_a_first_rate_of_zero_is_none() -> None:
     present = [0.0]
     rates = Rates(lambda: {"w": present[0]})
-    assert (rates.turn(0), rates.units) == ({}, {})
+    assert (rates.rescalings(0), rates.units) == ({}, {})
     present[0] = 0.1
-    assert (rates.turn(1), rates.units) == ({}, {"w": 0.1})
+    assert (rates.rescalings(1), rates.units) == ({}, {"w": 0.1})
 
 
 def test_residuals_stay_finite_down_to_the_smallest_rate() -> None:
@@ -286,7 +286,7 @@ def test_what_is_forgotten_is_in_units_of_no_rate() -> None:
 
 
 def test_state_dicts_without_rates_are_in_units_of_the_next() -> None:
-    plain, followed = Followed(plan_of(), follows=False), Followed(plan_of())
+    plain, followed = Followed(plan_of(), update_rule=False), Followed(plan_of())
     first, second = gradients_of(2)
     plain.step((0.5, 0.5), first)
     followed.step((0.1, 0.1), second)

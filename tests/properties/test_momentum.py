@@ -23,7 +23,7 @@ from horovod_topk.errors import (
 )
 from horovod_topk.methods.topk import TopK
 
-FACTORS = (0.5, 0.9)
+DAMPING = (0.5, 0.9)
 
 
 @st.composite
@@ -31,7 +31,7 @@ def corrected_jobs(draw: st.DrawFn, **choices: Any) -> Job:
     """Jobs with momentum correction."""
     choices = {"exchanges": ("allgather", "sharded"), **choices}
     job = draw(jobs(dtypes=["float32", "float64"], **choices))
-    factor = draw(st.sampled_from(FACTORS))
+    factor = draw(st.sampled_from(DAMPING))
     settings = {
         "momentum": factor,
         "nesterov": draw(st.booleans()),

@@ -163,11 +163,11 @@ def test_collectives_of_a_bucket_have_sizes_that_the_plan_knows(
     world = World(job.plan, job.ranks, NUMPY, "job.7", nodes)
     for gradients in data.draw(steps(job, 2)):
         world.step(gradients)
-    legs = legs_of_owners if exchange == "sharded" else legs_of_nodes
+    directions = legs_of_owners if exchange == "sharded" else legs_of_nodes
     for rank, compressor in enumerate(world.ranks):
         sent = [(name, len(payload)) for name, payload in world.payloads(rank)]
-        assert sorted(sent) == sorted(legs(world, rank) * 2)
-        handed = sum(size for _, size in legs(world, rank))
+        assert sorted(sent) == sorted(directions(world, rank) * 2)
+        handed = sum(size for _, size in directions(world, rank))
         assert compressor.traffic().payload_bytes == handed
 
 
@@ -337,17 +337,19 @@ def test_a_node_sends_less_than_its_ranks_would() -> None:
 
 @each_backend
 @pytest.mark.parametrize("leg", ["scatter", "gather"])
-def test_a_damaged_payload_to_or_from_an_owner_names_the_rank(backend: Backend, leg: str) -> None:
+def test_a_damaged_payload_to_or_from_an_owner_names_the_rank(
+    backend: Backend, direction: str
+) -> None:
     world = sharded(3, backend)
     gradients = some_gradients(np.random.default_rng(0), 3)
     world.launch(gradients)
     split = shard(world.plan.buckets[0], 3)
-    if leg == "gather":
+    if direction == "gather":
         for compressor in world.ranks:
             compressor.step.advance()
-    posted = world.network._posted[(f"job.0.0.{leg}", 0)]
+    posted = world.network._posted[(f"job.0.0.{direction}", 0)]
     # For rank 0 in a scatter: of rank 2's payloads the first.
-    each = split.scatter[0] if leg == "scatter" else split.gather[2]
+    each = split.scatter[0] if direction == "scatter" else split.gather[2]
     conv = each.tensors[0]
     size = index_bytes("packed", conv.numel, conv.k)
     stretch = backend.ops.view(posted[2], conv.index_at, conv.index_at + size)

@@ -30,9 +30,9 @@ SETTINGS = [
 Array = NDArray[Any]
 
 
-def piece_of(method: Codec, shape: tuple[int, ...] = (SIZE,), leg: str = "direct") -> Piece:
+def piece_of(method: Codec, shape: tuple[int, ...] = (SIZE,), direction: str = "direct") -> Piece:
     part = Piece(TensorSpec("w", shape, "float32"), math.prod(shape), 0)
-    return replace(method, min_numel=0).piece(part, leg)
+    return replace(method, min_numel=0).piece(part, direction)
 
 
 def key(committed: int, rank: int = 0) -> Key:
@@ -308,7 +308,7 @@ def test_an_owner_clips_no_means() -> None:
     """Most elements of a mean of ternary values are 0, so that its deviation says nothing."""
     means = np.zeros(SIZE, np.float32)
     means[:3] = 1.0
-    back = piece_of(TernGrad(), leg="gather")
+    back = piece_of(TernGrad(), direction="gather")
     assert NUMPY.ops.numel(TernGrad().announce(NUMPY.ops, back, means)) == 1
     assert TernGrad().announce(NUMPY.ops, back, means)[0] == 1.0
     assert TernGrad().announce(NUMPY.ops, piece_of(TernGrad()), means)[0] < 0.5

@@ -131,7 +131,7 @@ def test_bytes_are_those_that_are_counted() -> None:
     for rank, compressor in enumerate(world.ranks):
         handed = sum(len(data) for _, data in world.payloads(rank))
         assert compressor.traffic().payload_bytes == handed
-    names = [f"job.0.0.{i}.{leg}" for i in range(2) for leg in ("scatter", "gather")]
+    names = [f"job.0.0.{i}.{direction}" for i in range(2) for direction in ("scatter", "gather")]
     assert [name for name, _ in world.payloads(0)] == names
     counts = [[tensor.numel for tensor in plan.tensors] for plan in round_plans(bucket)]
     assert counts == [[90, 12, 7], [COLUMNS, COLUMNS, 0]]
@@ -144,7 +144,9 @@ def test_rounds_of_buckets_are_under_way_together() -> None:
     random = np.random.default_rng(0)
     world.step([{s.name: random.standard_normal(s.shape).astype(s.dtype) for s in specs}] * RANKS)
     sent = [name.removeprefix("job.0.") for name, _ in world.payloads(0)]
-    assert sent == [f"{b}.{i}.{leg}" for i in (0, 1) for leg in ("scatter", "gather") for b in "01"]
+    assert sent == [
+        f"{b}.{i}.{direction}" for i in (0, 1) for direction in ("scatter", "gather") for b in "01"
+    ]
 
 
 # A rank that fails.

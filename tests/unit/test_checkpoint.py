@@ -373,7 +373,7 @@ def test_without_a_readable_shard_all_residuals_start_at_zero(tmp_path: Path, ca
 
 def inactive(reason: str) -> Any:
     rank = ranks(trained(TORCH, "allgather", steps=0))[0]
-    rank.active, rank.place, rank.skipped = False, (0, 1), {"*": reason}
+    rank.active, rank.rank_and_ranks, rank.skipped = False, (0, 1), {"*": reason}
     return rank
 
 
@@ -544,7 +544,7 @@ WRONG = {
 @each_backend
 @pytest.mark.parametrize("rule", [SGD, ADAM], ids=lambda rule: rule.name)
 def test_values_that_a_state_cannot_have_are_refused(backend: Backend, rule: Rule) -> None:
-    world = World(make_plan(SPECS, TopK(0.1, min_numel=0), follows=rule), 2, backend)
+    world = World(make_plan(SPECS, TopK(0.1, min_numel=0), update_rule=rule), 2, backend)
     state = world.ranks[0].state_dict()
     world.ranks[0].load_state_dict(state)
     states = {key.removeprefix("state."): part for key, part in state.items() if "state." in key}

@@ -30,7 +30,7 @@ from horovod_topk.cli.compare.records import (
     Store,
 )
 from horovod_topk.cli.compare.run import Printed, command, record_of
-from horovod_topk.cli.compare.settings import Settings, checked, metric_of, named, of_file
+from horovod_topk.cli.compare.settings import CompareSettings, checked, metric_of, named, of_file
 from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE, difference
 from horovod_topk.cli.compare.verdict import NOT, PAYS, judge, overall
 from horovod_topk.cli.process import Ended, follow, rank_of
@@ -38,7 +38,7 @@ from horovod_topk.errors import TopKError
 
 pytestmark = pytest.mark.tools
 
-LOSS, ACCURACY = Metric("loss", False), Metric("accuracy", True)
+CUT, ACCURACY = Metric("loss", False), Metric("accuracy", True)
 CURVE = [(10, 1.0, 3.0), (20, 2.0, 2.0), (30, 3.0, 2.5), (40, 4.0, 1.0)]
 
 
@@ -46,9 +46,9 @@ def test_curves_are_straight_between_reports() -> None:
     assert at_step(CURVE, 15) == 2.5
     assert at_step(CURVE, 41) is None
     assert (at_time(CURVE, 3.5), at_time(CURVE, 99), at_time(CURVE, 0.1)) == (1.75, 1.0, 3.0)
-    assert time_to(CURVE, 2.25, LOSS) == 1.75
-    assert steps_to(CURVE, 2.25, LOSS) == 17.5
-    assert time_to(CURVE, 0.9, LOSS) is None
+    assert time_to(CURVE, 2.25, CUT) == 1.75
+    assert steps_to(CURVE, 2.25, CUT) == 17.5
+    assert time_to(CURVE, 0.9, CUT) is None
     assert time_to(CURVE, 2.9, ACCURACY) == 1.0
     assert at_step([(5, 1.0, 0.5)], 5) == 0.5
 
@@ -81,7 +81,7 @@ def test_compressors_have_names() -> None:
         named(["TopKEF()", "TopKEF"])
 
 
-def settings_in(folder: Path, text: str) -> Settings:
+def settings_in(folder: Path, text: str) -> CompareSettings:
     (folder / "train.py").write_text("print(1)")
     path = folder / "settings.toml"
     path.write_text('script = "train.py"\n' + text)
@@ -208,14 +208,14 @@ def records(level: float, pace: float, seeds: int = 5, **rest: Any) -> dict[int,
 
 def test_verdicts_on_plain_cases() -> None:
     baselines = {"float32": records(1.0, 1.0), "fp16": records(1.0, 0.9)}
-    assert judge(records(1.001, 0.2), baselines, LOSS).word in (PAYS, "faster, but ends worse")
-    assert judge(records(0.9, 0.2), baselines, LOSS).word == PAYS
-    slow = judge(records(1.0, 2.0), baselines, LOSS)
+    assert judge(records(1.001, 0.2), baselines, CUT).word in (PAYS, "faster, but ends worse")
+    assert judge(records(0.9, 0.2), baselines, CUT).word == PAYS
+    slow = judge(records(1.0, 2.0), baselines, CUT)
     assert slow.word == NOT and "float32 and fp16" in slow.because
-    between = judge(records(1.0, 0.95), baselines, LOSS)  # faster than float32, not than fp16
+    between = judge(records(1.0, 0.95), baselines, CUT)  # faster than float32, not than fp16
     assert between.word == NOT and between.because.endswith("fp16")
     assert overall({"a": slow, "b": between}) == "do not compress"
-    pays = judge(records(0.9, 0.2), baselines, LOSS)
+    pays = judge(records(0.9, 0.2), baselines, CUT)
     assert overall({"a": slow, "b": pays}) == "compress with b"
 
 
@@ -223,11 +223,11 @@ def test_runs_that_end_badly_are_told() -> None:
     baselines = {"float32": records(1.0, 1.0)}
     runs = records(1.0, 1.0)
     runs[3] = Record(runs[3].cell, FAILED, "exit status 1")
-    assert judge(runs, baselines, LOSS).word == FAILED
+    assert judge(runs, baselines, CUT).word == FAILED
     runs[3] = Record(runs[3].cell, DONE, points=(Point(1, 1.0, {"loss": None}),))
-    assert judge(runs, baselines, LOSS).word == DIVERGED
-    assert overall({"a": judge(runs, baselines, LOSS)}) == "do not compress"
-    assert judge(records(1.0, 1.0), {"float32": {}}, LOSS).word == UNCLEAR
+    assert judge(runs, baselines, CUT).word == DIVERGED
+    assert overall({"a": judge(runs, baselines, CUT)}) == "do not compress"
+    assert judge(records(1.0, 1.0), {"float32": {}}, CUT).word == UNCLEAR
 
 
 @pytest.mark.parametrize("truth", compare_truth.TRUTHS, ids=lambda truth: truth.name)
@@ -401,7 +401,7 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_comparisons_take_turns(tmp_path: Path) -> None:
     """So that those who stop early have some of each."""
     both = [
-        Settings(
+        CompareSettings(
             script=tmp_path / name,
             version="1",
             compressors={"ours": "TopKEF()"},

@@ -96,8 +96,8 @@ ACTS: dict[str, tuple[Callable[[Compressor[Any], dict[str, Any]], None], str]] =
 
 def world_of(exchange: str) -> World:
     config = TopK(ratio=0.05, values="int8", min_numel=0, exchange=exchange)
-    follows = None if exchange == "hierarchical" else SGD
-    return World(make_plan(SPECS, config, follows=follows), RANKS, NUMPY)
+    update_rule = None if exchange == "hierarchical" else SGD
+    return World(make_plan(SPECS, config, update_rule=update_rule), RANKS, NUMPY)
 
 
 def residuals(world: World) -> list[bytes]:
@@ -139,7 +139,7 @@ def test_methods_of_rounds_compare_facts_too() -> None:
 
 
 def test_all_ranks_that_do_the_same_go_on() -> None:
-    world = World(make_plan(SPECS, TopK(ratio=0.05), follows=SGD), RANKS, NUMPY)
+    world = World(make_plan(SPECS, TopK(ratio=0.05), update_rule=SGD), RANKS, NUMPY)
     world.step(gradients(0))
     saved = [rank.state_dict() for rank in world.ranks]
     world.step(gradients(1))

@@ -145,15 +145,15 @@ def test_a_bucket_minds_the_ratios_of_its_own_tensors_alone() -> None:
 
 
 @pytest.mark.parametrize("leg", ["scatter", "gather"])
-def test_owners_send_the_same_share(leg: str) -> None:
+def test_owners_send_the_same_share(direction: str) -> None:
     plan = plan_of(RULES, exchange="sharded", gather_ratio=0.1)
     total = dict.fromkeys(sent(plan), 0)
-    for part in getattr(shard(plan.buckets[0], 2), leg):
+    for part in getattr(shard(plan.buckets[0], 2), direction):
         for tensor in part.tensors:
             total[tensor.spec.name] += tensor.k
     assert total[HEAD.name] == 5000
     assert 20 <= total[EMBEDDING.name] <= 22
-    assert total[BODY.name] == pytest.approx(100 if leg == "scatter" else 1000, abs=2)
+    assert total[BODY.name] == pytest.approx(100 if direction == "scatter" else 1000, abs=2)
 
 
 def test_so_do_owners_of_nodes() -> None:

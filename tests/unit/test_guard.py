@@ -211,12 +211,12 @@ def test_a_step_that_was_thrown_away_counts_for_nothing() -> None:
 
 def test_the_stages_of_a_fall_back(caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch(Guard(cool_down=2))
-    assert not watch.is_over
+    assert not watch.has_ended
     assert end(watch, 5, told=[9.0, 0.0]) == "trend"
     seen = []
     for step in range(6, 12):
         assert end(watch, step, committed=False, flagged=True) == ""  # not committed: no new stage
-        if not watch.is_over:
+        if not watch.has_ended:
             break
         seen.append(watch.memory.stage)
         assert end(watch, step, told=[9.0]) == ""
@@ -247,7 +247,7 @@ def test_a_rank_keeps_its_own_numbers_when_others_join() -> None:
     end(theirs, told=[9.0])
     own = mine.memory
     mine.resume(theirs.memory, own=False)
-    assert mine.is_over
+    assert mine.has_ended
     assert mine.memory.level == own.level
     mine.resume((), own=True)
     assert mine.memory == Memory()

@@ -381,18 +381,18 @@ def _may(room: str, name: str) -> bool:
 def test_every_room_keeps_to_its_own_imports() -> None:
     sources = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
     found = {name: trespasses(name, path.read_text()) for name, path in sources.items()}
-    assert {"core/codec/payload_codec.py", "torch/state.py", "ops/torch.py"} <= set(found)
+    assert {"core/codec/codec.py", "torch/state.py", "ops/torch.py"} <= set(found)
     assert {name: modules for name, modules in found.items() if modules} == {}
 
 
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("core/codec/payload_codec.py", "import torch"),
-        ("core/codec/payload_codec.py", "import numpy as np"),
-        ("core/codec/payload_codec.py", "from horovod_topk.torch import state"),
-        ("core/codec/payload_codec.py", "from horovod_topk import mpi"),
-        ("core/codec/payload_codec.py", "def f():\n    import horovod.torch"),
+        ("core/codec/codec.py", "import torch"),
+        ("core/codec/codec.py", "import numpy as np"),
+        ("core/codec/codec.py", "from horovod_topk.torch import state"),
+        ("core/codec/codec.py", "from horovod_topk import mpi"),
+        ("core/codec/codec.py", "def f():\n    import horovod.torch"),
         ("core/plan/buckets.py", "from horovod_topk.core.state import residual"),
         ("core/codec/measures.py", "from horovod_topk.core.control.guard import Watch"),
         ("core/exchange/protocol.py", "def f():\n    from horovod_topk.core.run import step"),

@@ -25,9 +25,9 @@ from horovod_topk.torch_training import updates
 from horovod_topk.torch_training.optimizer_settings import (
     betas_of,
     check_has_hooks,
-    followed,
     momentum_of,
     number_of,
+    optimizer_rates,
 )
 
 NUMBERS: list[Any] = [
@@ -83,10 +83,10 @@ def test_an_unknown_optimizer_may_have_any_settings(setting: str, value: Any) ->
     assert (config.momentum, rule) == (0.0, None)
     settings.give_back(optimizer)
     settings.hand_over(optimizer, 0.0, nesterov=False)
-    follows = setting == "lr" and any(value is each for each in NUMBERS)
-    assert (settings.why_not_followed(optimizer) == "") == follows
+    update_rule = setting == "lr" and any(value is each for each in NUMBERS)
+    assert (settings.why_rate_unknown(optimizer) == "") == update_rule
     names = {optimizer.param_groups[0]["params"][0]: "w"}
-    assert settings.rates_of(optimizer, names) == ({"w": 0.5} if follows else {})
+    assert settings.rates_of(optimizer, names) == ({"w": 0.5} if update_rule else {})
 
 
 @pytest.mark.parametrize("betas", [(), 0.9, (0.9,), (0.98, 0.92, 0.99), (None, 0.9), None])
@@ -112,23 +112,23 @@ def test_a_setting_that_may_be_a_momentum_is_not_applied_twice() -> None:
 
 def test_a_rate_that_is_no_number_is_left_out_or_refused() -> None:
     with pytest.raises(ConfigError, match=r"parameter group 0 of .*Own has no lr.*Leave follow_lr"):
-        followed(Own(), TopK(follow_lr=True), {})
+        optimizer_rates(Own(), TopK(follow_lr=True), {})
     optimizer = Own([{"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5}])
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizer.add_param_group({"params": parameters[:1], "lr": [0.5]})
     names = {p: f"p{i}" for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     with pytest.raises(ConfigError, match=r"group 1 of .*Own has lr=\[0.5\].*Leave follow_lr= out"):
-        followed(optimizer, TopK(follow_lr=True), names)
+        optimizer_rates(optimizer, TopK(follow_lr=True), names)
     optimizer.param_groups[1]["lr"] = 0.25
-    found = followed(optimizer, TopK(follow_lr=True), names)
+    found = optimizer_rates(optimizer, TopK(follow_lr=True), names)
     assert found is not None
-    assert found.turn(0) == {}
+    assert found.rescalings(0) == {}
     assert found.shared() == (0.5, 0.25)
     optimizer.param_groups[1]["lr"], optimizer.param_groups[0]["lr"] = None, 1.0
-    assert found.turn(1) == {"p0": 0.5}
+    assert found.rescalings(1) == {"p0": 0.5}
     assert (found.units, found.shared()) == ({"p0": 1.0, "p1": 0.25}, (1.0,))
     optimizer.param_groups[1]["lr"] = 0.5
-    assert found.turn(2) == {"p1": 0.5}
+    assert found.rescalings(2) == {"p1": 0.5}
 
 
 @pytest.mark.parametrize(("setting", "value"), [("lr", [0.1]), ("betas", (0.9,)), ("betas", None)])
@@ -282,13 +282,13 @@ def optimizer_of(**groups: Any) -> Any:
 
 
 def rates_of(optimizer: Any) -> Rates:
-    rates = followed(optimizer, FOLLOWING, optimizer._parameter_names)
+    rates = optimizer_rates(optimizer, FOLLOWING, optimizer._parameter_names)
     assert rates is not None
     return rates
 
 
 def test_residuals_follow_rates_if_asked_to() -> None:
-    assert followed(optimizer_of(a=0.1), TopKEF().config, {}) is None
+    assert optimizer_rates(optimizer_of(a=0.1), TopKEF().config, {}) is None
     with pytest.raises(ConfigError, match="neither True nor False"):
         TopKEF(follow_lr=1)
 
@@ -297,11 +297,11 @@ def test_each_parameter_has_the_rate_of_its_group() -> None:
     optimizer = optimizer_of(a=0.1, b=torch.tensor(0.125), c=0, unknown=0.5)
     del optimizer._parameter_names[optimizer.param_groups[3]["params"][0]]
     rates = rates_of(optimizer)
-    assert rates.turn(0) == {}
+    assert rates.rescalings(0) == {}
     assert rates.units == {"a": 0.1, "b": 0.125}
     optimizer.param_groups[1]["lr"].fill_(0.5)
     optimizer.param_groups[2]["lr"] = 1.0
-    assert rates.turn(1) == {"b": 0.25}
+    assert rates.rescalings(1) == {"b": 0.25}
     assert rates.units == {"a": 0.1, "b": 0.5, "c": 1.0}
 
 
@@ -309,11 +309,11 @@ def test_a_scheduler_is_heard_of() -> None:
     optimizer = optimizer_of(a=0.5, b=0.25)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=2.0)
     rates = rates_of(optimizer)
-    rates.turn(0)
+    rates.rescalings(0)
     for step in range(1, 4):
         optimizer.step()
         scheduler.step()
-        assert rates.turn(step) == {"a": 0.5, "b": 0.5}
+        assert rates.rescalings(step) == {"a": 0.5, "b": 0.5}
 
 
 def test_units_rise_at_once_and_fall_by_a_twentieth_at_most() -> None:
@@ -322,7 +322,7 @@ def test_units_rise_at_once_and_fall_by_a_twentieth_at_most() -> None:
     schedule = (0.25, 1.0, 0.97, 0.5, *[1e-3] * 4, 0.0, 0.9, 1e-6, 1.0, 2.0)
     for step, rate in enumerate(schedule):
         optimizer.param_groups[0]["lr"] = rate
-        factor *= rates.turn(step).get("a", 1.0)
+        factor *= rates.rescalings(step).get("a", 1.0)
         unit = max(rate, 0.95 * unit) if rate else unit
         assert rates.units["a"] == pytest.approx(unit)
         assert factor == pytest.approx(0.25 / unit)
@@ -336,7 +336,7 @@ def test_what_is_no_rate_leaves_units_as_they_are() -> None:
     for known, tried in (({}, (0.0, 1e-13)), ({"a": 0.5}, (0.5,))):
         for rate in (*tried, -1.0, math.nan, math.inf):
             optimizer.param_groups[0]["lr"] = rate
-            assert rates.turn(0) == {}
+            assert rates.rescalings(0) == {}
             assert rates.saved() == {"rates": known, "largest_rates": known}
             assert rates.decay("a") == 1.0
 

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from horovod_topk.core.codec.clipping import LocalClip, local_threshold
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch import TopKEF
-from horovod_topk.torch_training.preprocessing import Norms, local_clip, scale_of, unscale
+from horovod_topk.torch_training.preprocessing import TorchNorms, local_clip, scale_of, unscale
 
 
 def test_a_scale_on_the_host_is_a_number() -> None:
@@ -94,14 +94,14 @@ def test_gradients_within_the_limit_are_not_touched() -> None:
     assert all(g._version == 0 for bucket in step for g in bucket)
 
 
-class Tensors(Norms):
+class Tensors(TorchNorms):
     """Norms as on an accelerator: operations that do not wait for it; here they run on the host."""
 
     def norm(self, gradients: Any, before: Any) -> Any:
         return super().norm(gradients, torch.as_tensor(before))
 
 
-@pytest.fixture(params=[Norms, Tensors], ids=["host", "accelerator"])
+@pytest.fixture(params=[TorchNorms, Tensors], ids=["host", "accelerator"])
 def clip(request: pytest.FixtureRequest) -> LocalClip[torch.Tensor]:
     """A clipper to 0.5, which is 0.25 for a rank of four."""
     made = local_clip(0.5, "sum")

@@ -18,7 +18,7 @@ optimizers = pytest.importorskip("horovod_topk.tensorflow.keras.optimizer")
 kernels = pytest.importorskip("horovod_topk.updates.tensorflow")
 variables = pytest.importorskip("horovod_topk.tensorflow.variables")
 
-LR, SHAPE, STEPS, LOSS, FACTORS = 0.1, (30, 40), 5, 0.3, (0.5, 0.8)
+LR, SHAPE, STEPS, CUT, DAMPING = 0.1, (30, 40), 5, 0.3, (0.5, 0.8)
 ADAM: dict[str, Any] = {"beta_1": 0.5, "beta_2": 0.99, "epsilon": 1e-3}
 LIBRARIES = {"Keras 3": keras.optimizers, "tf-keras": tf_keras.optimizers}
 LIBRARIES["legacy"] = tf_keras.optimizers.legacy
@@ -40,8 +40,8 @@ class State:
         self.piece = variables.VariablePiece(self.array, 64, 1200)
         self.piece.assign(tf.zeros([1200], tf.uint8))
         sgd = kind == "SGD"
-        self.told = (
-            (None, tf.constant([LOSS], tf.float64)) if sgd else (tf.constant([FACTORS]), None)
+        self.known = (
+            (None, tf.constant([CUT], tf.float64)) if sgd else (tf.constant([DAMPING]), None)
         )
 
     @property
@@ -50,11 +50,11 @@ class State:
         assert (codes[:64] == 7).all() and (codes[1264:] == 7).all()
         return codes[64:1264]
 
-    def follows(self, variable: Any) -> bool:
+    def is_adapted(self, variable: Any) -> bool:
         return True
 
-    def followed(self, variables: Any) -> Any:
-        return kernels.Followed([self.piece], *self.told, tf.constant(self.does))
+    def update_inputs(self, variables: Any) -> Any:
+        return kernels.UpdateInputs([self.piece], *self.known, tf.constant(self.does))
 
 
 class Verbs:
@@ -77,7 +77,7 @@ class Reference:
         share = formulas.share(self.codes.astype("f4"))
         if self.kind == "SGD":
             nesterov = self.settings.get("nesterov", False)
-            of = Sgd(self.settings["momentum"], LR, 0.0, nesterov, LOSS)
+            of = Sgd(self.settings["momentum"], LR, 0.0, nesterov, CUT)
             buffer = self.moments[0] / -LR  # Keras' momentum is -lr times the buffer
             self.p, after = formulas.sgd(self.p, buffer, gradient, share, of)
             self.moments[0] = after * -LR
@@ -86,7 +86,7 @@ class Reference:
         unbias = np.sqrt(1.0 - betas[1] ** self.steps)
         decays = 0.0, self.settings.get("weight_decay", 0.0)
         numbers = adam_of(betas, self.steps, LR, decays, eps / unbias)
-        factor = np.where(often, *FACTORS).astype("f4") if self.steps > 1 else 1.0
+        factor = np.where(often, *DAMPING).astype("f4") if self.steps > 1 else 1.0
         rms = np.sqrt(np.square(self.p).mean()) * (1.0 - LR * decays[1])
         kept = *self.moments[:2], self.moments[2] if self.settings.get("amsgrad") else None
         self.p, *found = formulas.adam(self.p, kept, gradient, share, factor, rms, numbers, Verbs())
@@ -104,7 +104,7 @@ def prepared(library: str, kind: str, settings: dict[str, Any]) -> tuple[Any, An
     else:
         adapter.update_tf_keras(optimizer, updates)
         variable = tf.Variable(start)
-    updates.follow(state, [variable])
+    updates.adapt(state, [variable])
     return optimizer, variable, state
 
 
@@ -159,7 +159,7 @@ def test_codes_stay_in_a_step_that_is_not_committed_and_are_full_where_all_is_se
     optimizer.apply_gradients([(tf.constant(gradient), variable)])
     assert state.codes.min() >= 248
     arrives = gradient != 0
-    expected = start + 0.9 * moved - LR * (1.0 - LOSS) * gradient
+    expected = start + 0.9 * moved - LR * (1.0 - CUT) * gradient
     np.testing.assert_allclose(variable.numpy()[arrives], expected[arrives], 1e-5, 1e-6)
 
 

@@ -65,7 +65,7 @@ def followed(
     beta2: float = BETA2,
     **settings: Any,
 ) -> Followed:
-    plan = make_plan(specs, replace(FOLLOWS, **settings), reduction, follows=rule)
+    plan = make_plan(specs, replace(FOLLOWS, **settings), reduction, update_rule=rule)
     known = {spec.name: Moments(beta2, None) for spec in specs}
     return Followed(plan, ranks, backend, moments=known)
 
@@ -122,7 +122,7 @@ class Reference:
         self.energy = BETA2 * self.energy + self.by_class(g, often)
 
     @property
-    def factors(self) -> Array:
+    def damping(self) -> Array:
         lost = self.lost.mean(0)
         lost = np.where(lost < 0, np.maximum([0, -0.75] * self.energy, lost / len(self.lost)), lost)
         total = self.energy + lost
@@ -159,9 +159,9 @@ def test_states_are_those_of_the_formulas(backend: Backend, reduction: str) -> N
             assert np.array_equal(of["arrivals"], reference.codes)
             np.testing.assert_allclose(of["energy"], reference.energy, 1e-4)
             np.testing.assert_allclose(of["lost"], reference.lost[rank], 1e-3, 1e-3)
-            np.testing.assert_allclose(of["factors"], reference.factors, 1e-4)
+            np.testing.assert_allclose(of["factors"], reference.damping, 1e-4)
     large = references["large"]
-    assert large.factors.min() < 0.9, "the case has to swing"
+    assert large.damping.min() < 0.9, "the case has to swing"
     assert np.count_nonzero(large.codes >= OFTEN) > 10
 
 
@@ -214,10 +214,10 @@ def test_the_factor_of_rare_elements_is_the_ratio_of_energies(ranks: int, mean: 
         average = np.mean([one["only"] for one in gradients], 0).reshape(-1)
         dense = 0.99 * dense + Reference(1, 1).by_class(average, often)
         world.step(gradients)
-    energy, factors = (saved(world, key)[0]["only"] for key in ("energy", "factors"))
+    energy, damping = (saved(world, key)[0]["only"] for key in ("energy", "factors"))
     expected = np.sqrt(energy[1] / dense[1])
     assert 1.0 < expected < 1.9
-    np.testing.assert_allclose(factors[1], expected, rtol=0.06)
+    np.testing.assert_allclose(damping[1], expected, rtol=0.06)
 
 
 @each_backend
@@ -324,9 +324,9 @@ def test_the_kernel_finds_what_a_sample_loses(
     places = ((64, 64, numel, *pick), (64, 64, 0, *pick))
     tensors = [gradient, gradient[:0]]
     states = [torch.ones(4, dtype=kind), *(torch.zeros(4, dtype=kind) for _ in range(3))]
-    for residual, factors in ((kept, [0.5, 1.0]), (kept * 0.5, [])):
+    for residual, damping in ((kept, [0.5, 1.0]), (kept * 0.5, [])):
         found = states[3].clone()
-        kernel = ops.tracker_kernels(tensors, [residual, rest, *states], factors).lost
+        kernel = ops.tracker_kernels(tensors, [residual, rest, *states], damping).energy_withheld
         assert kernel is not None
         kernel(tensors, (residual, rest), codes, places, states)
     assert torch.equal(found, states[3])
@@ -355,10 +355,10 @@ def test_a_huge_gradient_spoils_nothing_for_later(backend: Backend) -> None:
 
 def test_more_tensors_than_a_header_can_count_go_to_several_buckets() -> None:
     specs = [TensorSpec(f"t{i}", (2,), "float32") for i in range(9000)]
-    plan = make_plan(specs, FOLLOWS, follows=ADAM)
+    plan = make_plan(specs, FOLLOWS, update_rule=ADAM)
     assert [len(bucket.tensors) for bucket in plan.buckets] == [8000, 1000]
     with pytest.raises(ConfigError, match="a group has 9000 tensors"):
-        make_plan(specs, FOLLOWS, groups=[specs], follows=ADAM)
+        make_plan(specs, FOLLOWS, groups=[specs], update_rule=ADAM)
 
 
 def test_auto_does_not_choose_an_exchange_that_hides_what_a_rank_has_sent() -> None:
@@ -417,7 +417,7 @@ def test_a_gradient_of_zeros_and_one_that_is_not_finite_leave_norms_usable(
 
 
 def test_a_payload_of_sgd_carries_no_measures() -> None:
-    plan, plain = (make_plan(SPECS, FOLLOWS, follows=each) for each in (SGD, None))
+    plan, plain = (make_plan(SPECS, FOLLOWS, update_rule=each) for each in (SGD, None))
     assert plan.buckets[0].payload_bytes == plain.buckets[0].payload_bytes
 
 
@@ -433,8 +433,8 @@ def test_a_spike_is_scaled_down_to_one_and_a_half_mean_norms(backend: Backend) -
         (exchanged,) = world.step(constant(large=scale))
         np.testing.assert_allclose(exchanged["large"], factor * scale, rtol=1e-5)
         assert (exchanged["small"] == 1.0).all()
-        norms, factors = (saved(world, key)[0] for key in ("norms", "factors"))
-        assert [factors["large"], factors["small"]] == pytest.approx([factor, 1.0], rel=1e-5, abs=0)
+        norms, damping = (saved(world, key)[0] for key in ("norms", "factors"))
+        assert [damping["large"], damping["small"]] == pytest.approx([factor, 1.0], rel=1e-5, abs=0)
         if scale in (0.0, 1e30):
             assert norms["large"] == before
         before = float(norms["large"][0])

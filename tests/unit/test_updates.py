@@ -67,9 +67,9 @@ def test_all_codes_change_as_the_formula_says(by: Any, kind: torch.dtype) -> Non
     for numbers in (Sgd(MU, LR, 0.0, False, 0.5), adam_of(BETAS, 3, LR, (0.0, 0.0), 1e-8)):
         codes = torch.arange(256, dtype=torch.uint8).repeat(2)
         gradient = torch.arange(2, dtype=kind).repeat_interleave(256) * 1e-30
-        p, factors = torch.ones(512, dtype=kind), torch.ones(2, dtype=kind)
+        p, damping = torch.ones(512, dtype=kind), torch.ones(2, dtype=kind)
         moments = [torch.ones(512, dtype=kind) for _ in range(2 - isinstance(numbers, Sgd))]
-        by([Update(p, gradient, False, codes, factors, numbers, moments)])
+        by([Update(p, gradient, False, codes, damping, numbers, moments)])
         assert torch.equal(codes, torch.tensor(AFTER, dtype=torch.uint8).view(-1))
 
 
@@ -101,8 +101,8 @@ def test_kernels_have_the_bits_of_pytorchs_operations(
             moments = [torch.randn(4999, dtype=kind)]
             if isinstance(each, Adam):
                 moments += [torch.rand(4999, dtype=kind) ** 4 for _ in range(1 + more)]
-            factors = torch.tensor([0.75, 1.5], dtype=kind)
-            one = Update(p, gradient, more, codes, factors, each, moments)
+            damping = torch.tensor([0.75, 1.5], dtype=kind)
+            one = Update(p, gradient, more, codes, damping, each, moments)
             other = replace(
                 one, weight=p.clone(), codes=codes.clone(), moments=[m.clone() for m in moments]
             )
@@ -134,7 +134,7 @@ class Known(Updates):
         super().__init__({p: str(at) for at, p in enumerate(parameters)}, compressor)
         kind = parameters[0].dtype
         self.codes = [torch.zeros(p.numel(), dtype=torch.uint8) for p in parameters]
-        self.factors, self.loss = torch.ones(2, dtype=kind), 0.0
+        self.damping, self.cut = torch.ones(2, dtype=kind), 0.0
         self.known = {*map(str, range(len(parameters)))}  # names of those that are compressed
         optimizer.register_step_pre_hook(lambda it, *_: self.begin(it))
         optimizer.register_step_post_hook(lambda it, *_: self.end(it))
@@ -142,7 +142,7 @@ class Known(Updates):
     def _arrived(self) -> Iterator[Any]:
         for at, codes in enumerate(self.codes):
             if str(at) in self.known:
-                yield str(at), (codes, self.factors, self.loss)
+                yield str(at), (codes, self.damping, self.cut)
 
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -177,12 +177,12 @@ def test_steps_are_those_of_the_mathematics(by: Any, kind: Any, options: dict[st
     optimizer, exact = made(kind, [p], **options), Exact(p)
     known = Known(optimizer)
     for step in range(30):
-        known.loss, known.factors = 0.5 * 0.9**step, torch.tensor([0.75, 1.5]).double()
+        known.cut, known.damping = 0.5 * 0.9**step, torch.tensor([0.75, 1.5]).double()
         gradient = sparse(8, 5) * (8 if step % 7 == 3 else 1)
         gradient[0] = 1.0
         p.grad = gradient.clone()
         optimizer.step()
-        exact.step(optimizer.param_groups[0], gradient, known.factors, known.loss)
+        exact.step(optimizer.param_groups[0], gradient, known.damping, known.cut)
         near: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9}  # 0.05 in float32
         torch.testing.assert_close(p.detach(), torch.tensor(exact.p), **near)
         assert known.codes[0].tolist() == exact.codes.reshape(-1).tolist()

@@ -106,8 +106,8 @@ def interface_named(chosen: str | None, *, alone: bool) -> str | None:
 
     alone: whether all ranks are on this host.
     """
-    told = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME")
-    found = chosen or told or _of_nccl()
+    named = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME")
+    found = chosen or named or _of_nccl()
     return LOOPBACK if found is None and alone else found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from horovod_topk.cli.compare.settings import (
     SEEDS,
-    Settings,
+    CompareSettings,
     checked,
     named,
     of_file,
@@ -106,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
     return status
 
 
-def settings_of(args: argparse.Namespace) -> list[Settings]:
+def settings_of(args: argparse.Namespace) -> list[CompareSettings]:
     """The comparisons that the command line describes: one, or several of a TOML file.
 
     Raises:
@@ -127,4 +127,4 @@ def settings_of(args: argparse.Namespace) -> list[Settings]:
     if args.script.suffix == ".toml":
         return [checked(replace(each, **asked)) for each in of_file(args.script)]
     usual = {"script": args.script, "compressors": named(["TopKEF()"])}
-    return [checked(Settings(**{**usual, **asked}))]
+    return [checked(CompareSettings(**{**usual, **asked}))]

@@ -9,7 +9,7 @@ from typing import Any
 
 from horovod_topk.cli.compare.curves import Curve, Metric, at_time, steps_to, time_to
 from horovod_topk.cli.compare.records import DONE, Record
-from horovod_topk.cli.compare.settings import Settings, metric_of
+from horovod_topk.cli.compare.settings import CompareSettings, metric_of
 from horovod_topk.cli.compare.verdict import Runs, Verdict, judge, overall
 
 HALF = 0.5  # bytes of fp16 / bytes of float32
@@ -37,7 +37,7 @@ class Row:
 class Found:
     """The results of one variant of the grid."""
 
-    settings: Settings
+    settings: CompareSettings
     variant: tuple[tuple[str, Any], ...]
     metric: Metric
     runs: Mapping[str, Runs]  # by name of the row
@@ -47,7 +47,9 @@ class Found:
 
 
 def found_in(
-    settings: Settings, records: Mapping[str, Runs], variant: tuple[tuple[str, Any], ...] = ()
+    settings: CompareSettings,
+    records: Mapping[str, Runs],
+    variant: tuple[tuple[str, Any], ...] = (),
 ) -> Found:
     """Compute the figures and verdicts of one variant's runs.
 
@@ -75,7 +77,7 @@ def found_in(
 
 
 def _row(
-    settings: Settings,
+    settings: CompareSettings,
     name: str,
     runs: Runs,
     metric: Metric,
@@ -117,7 +119,7 @@ def _reached(curve: Curve, target: float | None, metric: Metric) -> tuple[float,
 
 
 def _target(
-    settings: Settings, baselines: Mapping[str, Runs], seed: int, metric: Metric
+    settings: CompareSettings, baselines: Mapping[str, Runs], seed: int, metric: Metric
 ) -> float | None:
     """The target of a seed: the user's, or the worse final quality of the dense runs."""
     if settings.target is not None:

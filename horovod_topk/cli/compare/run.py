@@ -13,7 +13,7 @@ from typing import Any
 
 from horovod_topk import reporting
 from horovod_topk.cli.compare.records import DONE, FAILED, LATE, Cell, Point, Record
-from horovod_topk.cli.compare.settings import Settings
+from horovod_topk.cli.compare.settings import CompareSettings
 from horovod_topk.cli.machine import machine
 from horovod_topk.cli.process import Ended, follow, rank_of, unprefixed
 from horovod_topk.core.run.substitute import VARIABLE
@@ -23,7 +23,7 @@ NETLAB = Path(__file__).resolve().parents[3] / "scripts" / "netlab"
 Event = dict[str, Any]  # a line of `horovod_topk.reporting`'s file
 
 
-def command(settings: Settings, cell: Cell) -> list[str]:
+def command(settings: CompareSettings, cell: Cell) -> list[str]:
     """The command line of a run."""
     if settings.controller == "torchrun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -54,7 +54,7 @@ def check_network() -> None:
         raise ValueError("--network builds network namespaces and needs root. Run it with sudo")
 
 
-def run(settings: Settings, cell: Cell, folder: Path) -> Record:
+def run(settings: CompareSettings, cell: Cell, folder: Path) -> Record:
     """Run a script once.
 
     Args:
@@ -103,7 +103,7 @@ class Printed:
 
 
 def record_of(
-    settings: Settings,
+    settings: CompareSettings,
     cell: Cell,
     ended: Ended,
     written: Sequence[Event],

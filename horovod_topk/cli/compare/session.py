@@ -20,11 +20,11 @@ from horovod_topk.cli.compare.picture import draw
 from horovod_topk.cli.compare.records import DONE, Cell, Record, Store
 from horovod_topk.cli.compare.result import Found, found_in
 from horovod_topk.cli.compare.run import check_network, run
-from horovod_topk.cli.compare.settings import Settings
+from horovod_topk.cli.compare.settings import CompareSettings
 from horovod_topk.cli.compare.table import overview, table
 
 
-def main(every: Sequence[Settings], args: argparse.Namespace) -> int:
+def main(every: Sequence[CompareSettings], args: argparse.Namespace) -> int:
     """Do all missing runs, print and write; return the exit status: 1 if the first run failed."""
     store = Store(args.out or Path(f"compare-{args.script.stem}"))
     if not args.no_runs:
@@ -44,10 +44,10 @@ def main(every: Sequence[Settings], args: argparse.Namespace) -> int:
     return 0
 
 
-Wanted = tuple[str, Cell, Settings]
+Wanted = tuple[str, Cell, CompareSettings]
 
 
-def run_all(every: Sequence[Settings], store: Store, *, retry: bool = False) -> bool:
+def run_all(every: Sequence[CompareSettings], store: Store, *, retry: bool = False) -> bool:
     """Do all missing runs, in turns; return False if the very first one fails."""
     wanted: dict[str, Wanted] = {}  # by digest: cases may share runs
     for name, cell, settings in by_turns(every):
@@ -70,7 +70,7 @@ def run_all(every: Sequence[Settings], store: Store, *, retry: bool = False) -> 
     return True
 
 
-def by_turns(every: Sequence[Settings]) -> Iterator[Wanted]:
+def by_turns(every: Sequence[CompareSettings]) -> Iterator[Wanted]:
     """All runs: for each comparison in turn, one seed of a variant with every compressor."""
     turns: list[list[Wanted]] = []
     for settings in every:
@@ -109,7 +109,7 @@ def _title(name: str, cell: Cell) -> str:
     return f"{name}{variant}, seed {cell.seed}"
 
 
-def results(settings: Settings, store: Store) -> list[Found]:
+def results(settings: CompareSettings, store: Store) -> list[Found]:
     """Figures and verdicts of every variant of the grid that has runs."""
     every = []
     for variant in settings.variants():

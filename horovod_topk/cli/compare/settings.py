@@ -29,7 +29,7 @@ BASELINES: dict[str, str] = {"dense float32": "none", "dense fp16": "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CompareSettings:
     """A comparison. In a TOML file these are the keys.
 
     Args:
@@ -174,7 +174,7 @@ def named(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def of_file(path: Path) -> list[Settings]:
+def of_file(path: Path) -> list[CompareSettings]:
     """Read a TOML file: its comparison, or one for each of its tables `[[cases]]`.
 
     A case has the keys of a comparison; missing keys are taken from the top of the file, and its
@@ -199,8 +199,8 @@ def of_file(path: Path) -> list[Settings]:
     ]
 
 
-def _of_table(found: Mapping[str, Any], path: Path) -> Settings:
-    known = {each.name for each in fields(Settings)}
+def _of_table(found: Mapping[str, Any], path: Path) -> CompareSettings:
+    known = {each.name for each in fields(CompareSettings)}
     reject_unknown({*found} - known, known, str(path))
     _check_types(found, path)
     if "script" not in found:
@@ -213,7 +213,7 @@ def _of_table(found: Mapping[str, Any], path: Path) -> Settings:
         "seeds": seeds_of(found.get("seeds", SEEDS)),
         "grid": {key: tuple(values) for key, values in found.get("grid", {}).items()},
     }
-    return Settings(**{**found, **read})
+    return CompareSettings(**{**found, **read})
 
 
 def _check_types(found: Mapping[str, Any], path: Path) -> None:
@@ -281,7 +281,7 @@ def _compressors(table: Mapping[str, Any], path: Path) -> dict[str, str]:
     return found
 
 
-def checked(settings: Settings) -> Settings:
+def checked(settings: CompareSettings) -> CompareSettings:
     """The settings with an absolute script path, if they can be run.
 
     Raises:
@@ -310,7 +310,7 @@ def checked(settings: Settings) -> Settings:
     return replace(settings, script=settings.script.resolve())
 
 
-def _check_numbers(settings: Settings) -> None:
+def _check_numbers(settings: CompareSettings) -> None:
     """Check that numbers lie within their limits, for the command line and for files.
 
     Raises:

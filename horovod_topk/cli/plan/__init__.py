@@ -101,7 +101,7 @@ def _print(asked: arguments.Asked, machine: Machine) -> None:
         asked.config,
         rank=args.powersgd,
         values=args.values,
-        follows=asked.follows,
+        update_rule=asked.update_rule,
     )
     strategies += _others(asked)
     found = rows(strategies, machine, asked.training, overlap=asked.overlap)

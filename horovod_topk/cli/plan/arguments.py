@@ -17,13 +17,13 @@ from horovod_topk.cli.options import (
     SHARED,
     TIME,
     Options,
-    follows_of,
     method_of,
     number,
     optimizer_of,
     parse_ratios,
     quantity,
     shared,
+    update_rule_of,
     whole,
     with_optimizer,
 )
@@ -164,7 +164,7 @@ class Asked:
     specs: tuple[TensorSpec, ...]
     nodes: Nodes
     config: TopK
-    follows: Rule | None  # what is kept and sent for the optimizer's steps
+    update_rule: Rule | None  # what is kept and sent for the optimizer's steps
     training: Training
     others: Mapping[str, Method]  # further compressors, by their text
 
@@ -178,12 +178,12 @@ class Asked:
         """The optimizer or the momentum that is planned for, as a part of a sentence."""
         if self.config.momentum:
             return f"with momentum={self.config.momentum:g}"
-        return with_optimizer(None if self.follows is None else self.follows.name)
+        return with_optimizer(None if self.update_rule is None else self.update_rule.name)
 
     @property
     def plan(self) -> Plan:
         """The plan of the gradients with these settings."""
-        return make_plan(self.specs, self.config, follows=self.follows)
+        return make_plan(self.specs, self.config, update_rule=self.update_rule)
 
     @property
     def default(self) -> str | None:
@@ -239,7 +239,7 @@ def check(args: argparse.Namespace) -> Asked:
             momentum=MOMENTUM if args.momentum else TopK.momentum,
             ratios=parse_ratios(args.ratios),
         ),
-        follows=None if args.momentum else follows_of(optimizer_of(args.optimizer)),
+        update_rule=None if args.momentum else update_rule_of(optimizer_of(args.optimizer)),
         training=Training(args.compute, args.forward, args.local_size),
         others={str(asked): method_of(asked) for asked in map(parse, args.compressor)},
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from horovod_topk.cli.frameworks import Framework
 from horovod_topk.cli.timing import clocked, repeated
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.plan.buckets import BUCKET_ELEMENTS, TensorSpec, make_plan

@@ -70,7 +70,7 @@ def assumptions(asked: Asked, machine: Machine) -> dict[str, str]:
     found = {}
     if text := caveat(asked, machine):
         found["device"] = text
-    if asked.follows is not None and max(asked.nodes.sizes) > 1:
+    if asked.update_rule is not None and max(asked.nodes.sizes) > 1:
         found["hierarchical"] = (
             "it does not adapt an optimizer's steps, and is left out; --optimizer none lists it"
         )
@@ -131,7 +131,7 @@ def as_json(
         "ratio": asked.config.ratio,
         "ratios": {str(pattern): ratio for pattern, ratio in asked.config.ratios or ()},
         "momentum corrected": asked.config.momentum > 0,
-        "adapted": None if asked.follows is None else asked.follows.name,
+        "adapted": None if asked.update_rule is None else asked.update_rule.name,
         "setting": asked.setting,
         "default": asked.default,
         "machine": asdict(machine),

@@ -41,11 +41,11 @@ class Scope(enum.Enum):
     ALL = "all gradients, which are given at once"
 
 
-class Norms(Protocol[Given]):
+class GradientNorms(Protocol[Given]):
     """A framework's arithmetic for clipping; norms are numbers or its scalars."""
 
-    def place(self, gradients: Sequence[Given]) -> object:
-        """Where the norm of gradients is computed; each place is clipped by its own norm."""
+    def device(self, gradients: Sequence[Given]) -> object:
+        """Where the norm of gradients is computed; each device is clipped by its own norm."""
         ...
 
     def norm(self, gradients: Sequence[Given], before: Any) -> Any:
@@ -67,10 +67,12 @@ class LocalClip(Generic[Array]):
         norms: the framework's arithmetic.
     """
 
-    def __init__(self, clip_norm: float, reduction: str, scope: Scope, norms: Norms[Array]) -> None:
+    def __init__(
+        self, clip_norm: float, reduction: str, scope: Scope, norms: GradientNorms[Array]
+    ) -> None:
         self._clip_norm, self._reduction = clip_norm, reduction
         self._scope, self._norms = scope, norms
-        self._so_far: dict[object, Any] = {}  # norms of the buckets so far, by place
+        self._so_far: dict[object, Any] = {}  # norms of the buckets so far, by device
         self._threshold = clip_norm
 
     def begin(self, ranks: int, units: float = 1.0) -> None:
@@ -80,9 +82,9 @@ class LocalClip(Generic[Array]):
 
     def clip(self, gradients: Sequence[Array]) -> None:
         """Scale gradients in place: those of one bucket, or all, as `scope` says."""
-        place = self._norms.place(gradients)
-        before = self._so_far.get(place, 0.0) if self._scope is Scope.SO_FAR else 0.0
-        norm = self._so_far[place] = self._norms.norm(gradients, before)
+        device = self._norms.device(gradients)
+        before = self._so_far.get(device, 0.0) if self._scope is Scope.SO_FAR else 0.0
+        norm = self._so_far[device] = self._norms.norm(gradients, before)
         self._norms.reduce(gradients, self._threshold, norm)
 
 

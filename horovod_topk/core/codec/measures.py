@@ -70,7 +70,7 @@ class MeasureStore(Generic[Array]):
     def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
         self._ops = ops
         self.arrived: dict[int, Rows] = {} if arrived is None else arrived
-        self.told: dict[int, Array] = {}
+        self.tensor_numbers: dict[int, Array] = {}
         self._own: dict[int, _Own[Array]] = {}  # by the bucket's ordinal
         self._facts: tuple[int, bytes | Array] | None = None  # ordinal of the bucket that has them
 
@@ -97,7 +97,7 @@ class MeasureStore(Generic[Array]):
         self._own.setdefault(bucket.ordinal, _Own()).given = numbers
         self._renew(bucket)
 
-    def tell(self, bucket: BucketPlan, numbers: Callable[[], Array]) -> None:
+    def set_tensor_numbers(self, bucket: BucketPlan, numbers: Callable[[], Array]) -> None:
         """Set the numbers that this rank sends about a bucket's tensors in the step that begins.
 
         numbers: returns them, flat; called once the bucket is encoded.
@@ -160,7 +160,9 @@ class MeasureStore(Generic[Array]):
         """Read the numbers that a bucket's payloads carry for each tensor."""
         count, width = bucket.tensor_measures, bucket.layout.payload_bytes // bucket.writers
         at = wire.HEADER_BYTES + wire.MEASURE * (len(bucket.measures) - count)
-        self.told[bucket.ordinal] = self._ops.load(gathered, width, at, wire.MEASURE * count)
+        self.tensor_numbers[bucket.ordinal] = self._ops.load(
+            gathered, width, at, wire.MEASURE * count
+        )
 
 
 def measures_in(bucket: BucketPlan, heads: Sequence[bytes]) -> Rows | None:

@@ -31,7 +31,7 @@ class Limits:
     """The largest magnitudes that a bucket's float16 gradients are encoded with."""
 
     gradients: frozenset[int]  # positions of the float16 gradients
-    of_leg: Mapping[str, tuple[float, float]]  # where something has waited, and elsewhere
+    by_direction: Mapping[str, tuple[float, float]]  # where something has waited, and elsewhere
 
     @classmethod
     def of(cls, plan: BucketPlan, ranks: int, nodes: int) -> Limits:
@@ -46,11 +46,11 @@ class Limits:
         most = HALF * ROUNDED.get(getattr(plan.config, "values", ""), NARROW)
         is_mean = plan.reduction == "average"
         scales = {"direct": ranks, "gather": 1, "sums": max(1, nodes)}  # payloads added up
-        of_leg = {}
-        for leg, count in scales.items():
-            share = most * (ranks if is_mean and leg != "gather" else 1) / count
-            of_leg[leg] = share / WAITED, most if leg == "direct" else share
-        return cls(frozenset(halves if plan.config.error_feedback else ()), of_leg)
+        by_direction = {}
+        for direction, count in scales.items():
+            share = most * (ranks if is_mean and direction != "gather" else 1) / count
+            by_direction[direction] = share / WAITED, most if direction == "direct" else share
+        return cls(frozenset(halves if plan.config.error_feedback else ()), by_direction)
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Withholding(Generic[Array]):
         arenas.widen()
         bucket, ops = arenas.plan, self._ops
         limits = self._limits.get((bucket.ordinal, bucket.config.id)) if self._limits else None
-        if limits is None or bucket.leg not in limits.of_leg:
+        if limits is None or bucket.direction not in limits.by_direction:
             return Opened(arenas, arenas)
         rests = list[tuple[Any, Array]]()
         residual: Array | None = None
@@ -100,7 +100,7 @@ class Withholding(Generic[Array]):
             if bucket.parts > 1:
                 gradient = ops.shard(gradient, bucket.parts, piece.first)
             own = ops.view(arenas.residual, piece.start, piece.stop)
-            split = ops.withheld(own, gradient, *limits.of_leg[bucket.leg])
+            split = ops.withheld(own, gradient, *limits.by_direction[bucket.direction])
             if split is not None:
                 residual = ops.clone(arenas.residual) if residual is None else residual
                 ops.assign(ops.view(residual, piece.start, piece.stop), split[0])

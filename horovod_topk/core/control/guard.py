@@ -118,7 +118,7 @@ class Watch:
     # Questions of a step.
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the guard has ended compression, so that the next step is dense."""
         return self.memory.stage != COMPRESSING
 
@@ -133,7 +133,7 @@ class Watch:
     def verdict(self) -> float:
         """This rank's verdict, which it sends to the others as the measure `VERDICT`."""
         memory, found = self.memory, 0.0
-        if self._guard is None or self.is_over:
+        if self._guard is None or self.has_ended:
             return found
         strikes = (memory.strayed, memory.grown, memory.slow)
         pairs = zip(OF_ONE_RANK, strikes, strict=True)
@@ -148,7 +148,7 @@ class Watch:
 
     def report(self, value: float) -> None:
         """Apply the rule `trend` to a value that the user reports; lower values are better."""
-        if self._guard is None or self._guard.trend is None or self.is_over:
+        if self._guard is None or self._guard.trend is None or self.has_ended:
             return
         m = self.memory
         if value == 0.0:  # a term of weight 0, or a batch that is masked whole, tells nothing
@@ -180,7 +180,7 @@ class Watch:
 
     def sample(self, ratio: float) -> None:
         """Apply the rule `residual` to one step's residual norm divided by its gradient norm."""
-        if self._guard is None or self._guard.residual is None or self.is_over or not ratio > 0.0:
+        if self._guard is None or self._guard.residual is None or self.has_ended or not ratio > 0.0:
             return
         m, now = self.memory, math.log(ratio)
         if m.samples >= SAMPLES and now > m.usual + math.log(self._guard.residual):
@@ -195,7 +195,7 @@ class Watch:
         committed: number of committed steps, this one included.
         """
         guard, m = self._guard, self.memory
-        if guard is None or guard.slower is None or self.is_over:
+        if guard is None or guard.slower is None or self.has_ended:
             return
         place = (committed - 1) % guard.trial_every  # position of the step between trials
         first = guard.trial_every - TRIAL
@@ -231,7 +231,7 @@ class Watch:
         """
         if self._guard is None or not (committed or flagged):
             return ""
-        if self.is_over:
+        if self.has_ended:
             if committed:
                 self._go_on(step, logs)
             return ""

@@ -126,12 +126,12 @@ class Schedule:
         decision: Decision = (),
         asked: float | None = None,
         *,
-        is_over: bool = False,
+        has_ended: bool = False,
         is_trial: bool = False,
     ) -> float:
         """Ratio of the step after `committed` committed ones, given what `level_of` gets."""
         known = committed, self.position(decision[0] if decision else None), self.position(asked)
-        level: int = self.level_of(*known, is_over=is_over, is_trial=is_trial)
+        level: int = self.level_of(*known, has_ended=has_ended, is_trial=is_trial)
         return self.levels[level]
 
     def level_of(
@@ -140,7 +140,7 @@ class Schedule:
         decided: Any,
         asked: Any,
         *,
-        is_over: Any = False,
+        has_ended: Any = False,
         is_trial: bool = False,
         where: Where = chosen,
     ) -> Any:
@@ -159,7 +159,7 @@ class Schedule:
             level = where(committed < until, self.position(ratio), level)
         dense = self.position(DENSE)
         level = where(asked < 0, dense if is_trial else level, asked)
-        return where(is_over, dense, level)
+        return where(has_ended, dense, level)
 
     def decide(self, before: Decision, level: float, measures: Measures | None) -> Decision:
         """Return the schedule's decision at the end of a committed step.

@@ -50,7 +50,7 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
         PlanMismatchError: on every rank, when any two plans differ.
         MissingRanksError: a rank did not come within the limit.
     """
-    devices = {bucket.device for bucket in plan.buckets} if plan.follows is not None else ()
+    devices = {bucket.device for bucket in plan.buckets} if plan.update_rule is not None else ()
     kernels: list[object] = [*sorted(set(map(ops.kernel_kind, devices)))]
     return _agree({**plan.fields(), "kernels": kernels}, ordinal, ops, collective)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange.announcing import Encoder, announced_bytes
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,

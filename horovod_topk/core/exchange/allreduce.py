@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.momentum import correct
-from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Collective,

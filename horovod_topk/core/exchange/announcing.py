@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.momentum import correct
-from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import Collective, Pending, plan_of_arrays
 from horovod_topk.core.plan.buckets import BucketPlan
 from horovod_topk.core.state.residual import Arenas
@@ -134,13 +134,13 @@ class Encoder(Generic[Array]):
             PayloadError, PlanMismatchError: a rank has sent something other than an announcement.
         """
         codec, ops = self._codec, self._ops
-        told, flags = self._wait()
+        announced, flags = self._wait()
         for shard, (each, payload) in enumerate(zip(self._arenas, self._payloads, strict=True)):
             sent = []
             for position, piece in enumerate(each.plan.tensors):
                 values = ops.view(each.candidate, piece.start, piece.stop)
                 square = self._squares[piece.gradient] if self._squares else None
-                numbers = told[shard][position]
+                numbers = announced[shard][position]
                 one = codec.encode_piece(each.plan, position, values, square, numbers)
                 sent.append(replace(one, checked=self._checked[shard][position]))
             codec.write(each, payload, sent)
@@ -184,12 +184,12 @@ class Encoder(Generic[Array]):
         gathered, ranks = pending.wait(), self._collective.size
         self._codec.check_length(self._plan, gathered, ranks)
         rows, flags = self._codec.rows(self._plan, gathered)
-        told: list[list[Announced[Array]]] = [[] for _ in self._arenas]
+        announced: list[list[Announced[Array]]] = [[] for _ in self._arenas]
         for position, row in enumerate(rows):
             counts = [self._ops.numel(own[position]) for own in self._own]
             ends = list(itertools.accumulate(counts))
             for shard, (end, count) in enumerate(zip(ends, counts, strict=True)):
                 own = self._own[shard][position]
                 of_all = own if row is None else self._ops.columns(row, end - count, end)
-                told[shard].append(Announced(own, of_all))
-        return told, flags
+                announced[shard].append(Announced(own, of_all))
+        return announced, flags

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange.announcing import Encoder, announced_bytes, announcement
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
@@ -371,8 +371,8 @@ class HierarchicalBucket(BucketExchange[Array]):
 
     def _abort(self) -> list[Pending[Array]]:
         """Start all remaining collectives with flags for every tensor."""
-        told = [] if self._encoder is None else self._encoder.abort(self._name)
-        return [*told, *self._flag_all()]
+        announced = [] if self._encoder is None else self._encoder.abort(self._name)
+        return [*announced, *self._flag_all()]
 
     def _flag_all(self) -> tuple[Pending[Array], Pending[Array]]:
         """Start `gather` and `spread` with payloads that flag every tensor as non-finite."""

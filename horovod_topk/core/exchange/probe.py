@@ -44,14 +44,14 @@ class Probe(Generic[Array]):
         self._ordinal: int | None = None  # the bucket that is probed in this step
         self.result = Probed()  # the result of the last probe
 
-    def turn(self, plan: Plan, committed: int) -> None:
+    def choose(self, plan: Plan, committed: int) -> None:
         """Select the bucket that is probed in the step that begins, if any.
 
         committed: number of committed steps.
         """
-        turn, rest = divmod(committed, self._every)
+        count, rest = divmod(committed, self._every)
         self._reduction = plan.reduction
-        self._ordinal = None if rest else plan.buckets[turn % len(plan.buckets)].ordinal
+        self._ordinal = None if rest else plan.buckets[count % len(plan.buckets)].ordinal
 
     def begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Start to add up a copy of a bucket's gradients, if it is the probed one."""

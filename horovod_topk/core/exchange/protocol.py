@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, lay_out
 from horovod_topk.core.plan.nodes import Location, Nodes
 from horovod_topk.core.state.residual import Arenas, Squares

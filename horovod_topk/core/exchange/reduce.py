@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.momentum import correct
-from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Exchange,
@@ -149,10 +149,12 @@ class ReducedBucket(BucketExchange[Array]):
         super().__init__([arenas, *own.states.values()], codec)
         self._bucket, self._arenas, self._states = bucket, arenas, own.states
         self._method, self._plans = _method(bucket), round_plans(bucket)
-        self._legs = [_leg(plan, codec, by) for plan in self._plans]
-        self.stages = len(self._legs) - 1 + sum(leg.stages for leg in self._legs)
+        self._exchanges = [_directed(plan, codec, by) for plan in self._plans]
+        self.stages = (
+            len(self._exchanges) - 1 + sum(exchange.stages for exchange in self._exchanges)
+        )
         self._round: int | None = None  # the running round; None: none
-        self._advanced = 0  # how often its leg was advanced
+        self._advanced = 0  # how often its exchange was advanced
         self._ended = True  # whether its sums are taken, and no round follows
         self._flags: Sequence[bool] | None = None  # flags of all rounds so far
         self._works: list[Work[Array]] = []
@@ -183,18 +185,21 @@ class ReducedBucket(BucketExchange[Array]):
         """`BucketExchange.advance`: advance the round, or take its sums and start the next."""
         if self._round is None or self._ended:
             return
-        leg, following = self._legs[self._round], self._round + 1
-        if self._advanced < leg.stages:
-            leg.advance()
+        exchange, following = self._exchanges[self._round], self._round + 1
+        if self._advanced < exchange.stages:
+            exchange.advance()
             self._advanced += 1
-        elif following < len(self._legs) and self._take():
+        elif following < len(self._exchanges) and self._take():
             self._start(following)
 
     def _wait(self) -> None:
         """Wait for the last round's sums; start the collectives that are missing."""
         assert self._round is not None
-        last = len(self._legs) - 1
-        while not self._ended and (self._round, self._advanced) != (last, self._legs[last].stages):
+        last = len(self._exchanges) - 1
+        while not self._ended and (self._round, self._advanced) != (
+            last,
+            self._exchanges[last].stages,
+        ):
             self.advance()
         if not self._ended:
             self._take()
@@ -204,9 +209,9 @@ class ReducedBucket(BucketExchange[Array]):
         """`BucketExchange.drain`. Sends flags to ranks that go on, which end the step."""
         if self._round is None:
             return
-        leg = self._legs[self._round]
-        if self._advanced < leg.stages:
-            leg.drain()
+        exchange = self._exchanges[self._round]
+        if self._advanced < exchange.stages:
+            exchange.drain()
         elif not self._ended:
             # TopKError: `_take` has sent flags to the other ranks. RuntimeError: a rank is lost.
             with contextlib.suppress(TopKError, RuntimeError):
@@ -229,7 +234,7 @@ class ReducedBucket(BucketExchange[Array]):
                 ops.subtract_product(work.values, sent.left, sent.right, sent.shape)
             else:
                 ops.subtract_at(work.values, None, sent)
-            self._follow(piece, work)
+            self._keep_states(piece, work)
         self._opened.keep(ops)
         self._arenas.narrow()
         return flags
@@ -248,7 +253,7 @@ class ReducedBucket(BucketExchange[Array]):
         for work, array in zip(self._works, arrays, strict=True):
             work.sent.append(array)
         self._round, self._advanced, self._ended = i, 0, False
-        self._legs[i].send(arrays, f"{self._name}.{i}")
+        self._exchanges[i].send(arrays, f"{self._name}.{i}")
 
     def _array(self, i: int, position: int, piece: Piece) -> Array:
         """A tensor's array for round i; NaN if the tensor was flagged before."""
@@ -277,7 +282,7 @@ class ReducedBucket(BucketExchange[Array]):
         kind = plan.residual_dtype, plan.device
         reduced = [ops.zeros(tensor.numel, *kind) for tensor in plan.tensors]
         try:
-            flags = self._legs[self._round].receive(reduced)
+            flags = self._exchanges[self._round].receive(reduced)
         except TopKError:
             self._give_up(self._round + 1)
             raise
@@ -297,15 +302,15 @@ class ReducedBucket(BucketExchange[Array]):
         The flags are for every tensor, and end the step on the other ranks.
         """
         self._round = None
-        if i < len(self._legs):
-            self._legs[i].abort(f"{self._name}.{i}")
+        if i < len(self._exchanges):
+            self._exchanges[i].abort(f"{self._name}.{i}")
 
     def _finish(
         self, piece: Piece, work: Work[Array]
     ) -> tuple[Array | Placed[Array] | Product[Array], Array | Placed[Array] | Product[Array]]:
         if piece.whole or not piece.numel:
             return work.reduced[0], self._ops.clone(work.values)
-        if len(work.reduced) < len(self._legs):  # all tensors flagged: rounds were left out
+        if len(work.reduced) < len(self._exchanges):  # all tensors flagged: rounds were left out
             return self._ops.clone(work.values), self._ops.clone(work.values)
         return self._method.finish(self._ops, self._bucket, piece, work)
 
@@ -332,7 +337,7 @@ class ReducedBucket(BucketExchange[Array]):
             for name, arenas in self._states.items()
         }
 
-    def _follow(self, piece: Piece, work: Work[Array]) -> None:
+    def _keep_states(self, piece: Piece, work: Work[Array]) -> None:
         """Write the method's next state, for a commit."""
         for name, arenas in self._states.items():
             following = work.following.get(name, work.state[name])
@@ -355,7 +360,7 @@ def states_of(bucket: BucketPlan | Plan, piece: Piece) -> Mapping[str, StateSpec
     """What is kept for a tensor beside residuals: by the method, and by what follows it."""
     method: object = bucket.config
     own = method.state(piece) if isinstance(method, Rounds) and not piece.whole else {}
-    return {**own, **({} if bucket.follows is None else bucket.follows.states(piece))}
+    return {**own, **({} if bucket.update_rule is None else bucket.update_rule.states(piece))}
 
 
 def declared(plan: BucketPlan | Plan) -> dict[str, StateSpec]:
@@ -372,7 +377,7 @@ def _stretch(arenas: Arenas[Any], piece: Piece) -> tuple[int, int]:
     return tensor.start, tensor.stop
 
 
-def _leg(
+def _directed(
     plan: BucketPlan, codec: PayloadCodec[Array], by: Exchange[Array]
 ) -> BucketExchange[Array]:
     """The exchange of a round; its arenas stay zero, as arrays are sent whole."""

@@ -111,7 +111,7 @@ def choose(
     groups: Groups[Array] = Groups(nodes, collective.rank, None, None)
     ways: list[Exchange[Array]] = [Allgather(collective, nodes), ShardedExchange(collective, nodes)]
     several = len(nodes.ranks) > 1 and max(nodes.sizes) > 1
-    several &= not (plan.config.momentum or plan.follows is not None)
+    several &= not (plan.config.momentum or plan.update_rule is not None)
     if several and can_split:
         ways.append(HierarchicalExchange(collective, groups))
     cost = {way.kind: way.traffic(plan).node_bytes or 0 for way in ways}

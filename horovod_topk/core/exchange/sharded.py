@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TypeVar
 
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange.announcing import Encoder, announced_bytes
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
@@ -93,7 +93,7 @@ class ShardedExchange(Exchange[Array]):
         others, split = self.ranks - 1, [self.sharded(bucket) for bucket in plan.buckets]
         there = sum(each.scatter_bytes for each in split)
         back = sum(each.gather_bytes + announced_bytes(each.scatter) for each in split)
-        mine = [leg for each in split for leg in (*each.scatter, each.back[self.rank])]
+        mine = [plan for each in split for plan in (*each.scatter, each.back[self.rank])]
         entries = sum(each.entries for each in mine)
 
         def between(rank: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from horovod_topk.core.plan import payload
 from horovod_topk.core.plan.payload import Layout
 from horovod_topk.errors import ConfigError, DuplicateNameError, UnsupportedDtypeError
-from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Follows, Method, Piece, TensorSpec
+from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Method, Piece, TensorSpec, UpdateRule
 from horovod_topk.ops.coding import BLOCK
 
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of float32: large enough to amortise a negotiation
@@ -40,10 +40,10 @@ class BucketPlan:
     digests: tuple[bytes, ...]  # 8 bytes for each writer's payload; see `headers`
     parts: int = 1  # number of owners that gradients are split among
     senders: tuple[int, ...] = ()  # ranks of the payloads as they are read; (): 0, 1, 2, ...
-    leg: str = "direct"  # see `Method.piece`
+    direction: str = "direct"  # see `Method.piece`
     part: int = 0  # owner whose shards are in its only payload
     measures: tuple[str, ...] = ()  # names of the measures in each payload; see `core.measures`
-    follows: Follows | None = None  # what is kept and sent for the optimizer's update
+    update_rule: UpdateRule | None = None  # what is kept and sent for the optimizer's update
 
     @cached_property
     def writers(self) -> int:
@@ -96,10 +96,10 @@ class BucketPlan:
         """Names of the flagged gradients, given one flag for each."""
         return tuple(t.spec.name for t, flag in zip(self.gradients, flags, strict=True) if flag)
 
-    def place(self, position: int) -> tuple[str, str, int]:
-        """Tensor, leg and owner of a piece: the same for the writer and for readers."""
+    def identity_of(self, position: int) -> tuple[str, str, int]:
+        """Tensor, direction and owner of a piece: the same for the writer and for readers."""
         part = self.part if self.writers == 1 else position // len(self.gradients)
-        return self.tensors[position].spec.name, self.leg, part
+        return self.tensors[position].spec.name, self.direction, part
 
     def sender(self, position: int) -> int:
         """The rank that wrote the payload at a position."""
@@ -137,7 +137,12 @@ class BucketPlan:
     @property
     def _own(self) -> list[object]:
         """What all ranks that read its payloads must have in common."""
-        own = [payload.VERSION, self.config.id, agreed(self.config, self.follows), self.reduction]
+        own = [
+            payload.VERSION,
+            self.config.id,
+            agreed(self.config, self.update_rule),
+            self.reduction,
+        ]
         return [*own, self.measures] if self.measures else own
 
     def _header(self, digest: bytes) -> bytes:
@@ -152,7 +157,7 @@ class Plan:
     config: Method  # the method, which is its settings
     reduction: str  # "average" or "sum" over ranks
     buckets: tuple[BucketPlan, ...]
-    follows: Follows | None = None  # what is kept and sent for the optimizer's update
+    update_rule: UpdateRule | None = None  # what is kept and sent for the optimizer's update
 
     def tensors(self) -> Iterator[Any]:
         """Every tensor, bucket by bucket."""
@@ -191,20 +196,20 @@ class Plan:
             if len(specs) == len(bucket.tensors):
                 kept.append(bucket)
             elif specs:
-                own = self.config, self.reduction, self.follows
+                own = self.config, self.reduction, self.update_rule
                 kept.append(_plan_bucket(bucket.ordinal, specs, *own))
         return replace(self, buckets=tuple(kept))
 
-    def under(self, config: Method, follows: Follows | None = None) -> Plan:
+    def under(self, config: Method, update_rule: UpdateRule | None = None) -> Plan:
         """The same tensors in the same buckets, with other settings."""
-        own = config, self.reduction, follows
+        own = config, self.reduction, update_rule
         buckets = (_plan_bucket(b.ordinal, [t.spec for t in b.tensors], *own) for b in self.buckets)
-        return Plan(config, self.reduction, tuple(buckets), follows)
+        return Plan(config, self.reduction, tuple(buckets), update_rule)
 
     def fields(self) -> dict[str, list[object]]:
         """Everything that ranks have to agree on, by name, as JSON-able lists."""
         specs = [tensor.spec for tensor in self.tensors()]
-        settings = sorted(agreed(self.config, self.follows).items())
+        settings = sorted(agreed(self.config, self.update_rule).items())
         return {
             "format": [payload.VERSION],
             "method": [type(self.config).__name__],
@@ -234,9 +239,11 @@ class Plan:
         return [ratio] if back == ratio else [ratio, back]
 
 
-def agreed(config: Method, follows: Follows | None) -> dict[str, object]:
+def agreed(config: Method, update_rule: UpdateRule | None) -> dict[str, object]:
     """The settings that must be equal on all ranks, with the rule of the optimizer's update."""
-    return config.agreed() if follows is None else {**config.agreed(), "update": follows.name}
+    return (
+        config.agreed() if update_rule is None else {**config.agreed(), "update": update_rule.name}
+    )
 
 
 def digest(value: object) -> bytes:
@@ -251,7 +258,7 @@ def make_plan(
     reduction: str = "average",
     groups: Iterable[Sequence[TensorSpec]] | None = None,
     names: Collection[str] | None = None,
-    follows: Follows | None = None,
+    update_rule: UpdateRule | None = None,
 ) -> Plan:
     """Plan the exchange of `specs`, given in the order in which their gradients become ready.
 
@@ -261,7 +268,7 @@ def make_plan(
         reduction: "average" or "sum".
         groups: the user's buckets; specs in none of them fill default buckets.
         names: all names that patterns of `config.ratios` may match, if more than `specs`.
-        follows: what is kept and sent for the optimizer's update; None: nothing.
+        update_rule: what is kept and sent for the optimizer's update; None: nothing.
 
     Raises:
         DuplicateNameError, UnsupportedDtypeError, TensorTooLargeError, ConfigError: see the
@@ -279,9 +286,9 @@ def make_plan(
     grouped = {spec.name for group in asked for spec in group}
     rest = [spec for spec in specs if spec.name not in grouped]
     parts = [part for group in [*asked, *_fill(rest)] for part in _alike(group)]
-    own = config, reduction, follows
+    own = config, reduction, update_rule
     buckets = tuple(_plan_bucket(i, part, *own) for i, part in enumerate(parts))
-    return Plan(config, reduction, buckets, follows)
+    return Plan(config, reduction, buckets, update_rule)
 
 
 def _check(specs: Sequence[TensorSpec]) -> None:
@@ -331,27 +338,27 @@ def _plan_bucket(
     specs: Sequence[TensorSpec],
     config: Method,
     reduction: str,
-    follows: Follows | None,
+    update_rule: UpdateRule | None,
 ) -> BucketPlan:
     parts = [Piece(spec, spec.numel, position) for position, spec in enumerate(specs)]
-    pairs = [] if follows is None else [(p, n) for p in parts for n in follows.numbers(p)]
-    told = tuple(f"{piece.spec.name}:{name}" for piece, name in pairs)
-    if told and len(specs) > BUCKET_TENSORS:
+    pairs = [] if update_rule is None else [(p, n) for p in parts for n in update_rule.numbers(p)]
+    of_tensors = tuple(f"{piece.spec.name}:{name}" for piece, name in pairs)
+    if of_tensors and len(specs) > BUCKET_TENSORS:
         raise ConfigError(
             f"a group has {len(specs)} tensors, and {BUCKET_TENSORS} at most can be sent "
             "together with what the optimizer's step needs to know of each",
             tensor=specs[0].name,
             cure="Pass smaller groups=, or leave groups= out",
         )
-    measures = (*config.measures, *told)
+    measures = (*config.measures, *of_tensors)
     kind = config, reduction
-    return lay_out(ordinal, parts, "direct", *kind, measures=measures, follows=follows)
+    return lay_out(ordinal, parts, "direct", *kind, measures=measures, update_rule=update_rule)
 
 
 def lay_out(
     ordinal: int,
     parts: Sequence[Piece],
-    leg: str,
+    direction: str,
     config: Method,
     reduction: str,
     *,
@@ -360,14 +367,14 @@ def lay_out(
     identity: object = None,
     part: int = 0,
     measures: tuple[str, ...] = (),
-    follows: Follows | None = None,
+    update_rule: UpdateRule | None = None,
 ) -> BucketPlan:
     """Lay out a payload of tensors or shards, one after another in the arenas and in the body.
 
     Args:
         ordinal: the bucket's ordinal.
         parts: the tensors or shards; their positions are set here.
-        leg: see `Codec.piece`.
+        direction: see `Codec.piece`.
         config: the method.
         reduction: "average" or "sum".
         alignment: elements; every part begins at a multiple of it in the arenas, and of a block
@@ -376,22 +383,24 @@ def lay_out(
         identity: anything else that readers must have in common; enters the digest.
         part: owner whose shards it carries.
         measures: names of the measures in each payload.
-        follows: what is kept and sent for the optimizer's update.
+        update_rule: what is kept and sent for the optimizer's update.
     """
     config = config.narrowed([each.spec.name for each in parts])
     alignment = max(alignment, BLOCK.get(config.residuals, 1))
     pieces, start = [], 0
     for each in parts:
-        pieces.append(replace(config.piece(each, leg), start=start))
+        pieces.append(replace(config.piece(each, direction), start=start))
         start += -(-each.numel // alignment) * alignment
     body_at = payload.body_at(len(pieces), len(measures))
     placed, end = config.lay_out(pieces, body_at)
     layout = payload.layout(len(pieces), end, len(measures))
     dtype = parts[0].spec.residual_dtype
     known = ordinal, tuple(placed), dtype, config, reduction, layout, (), owners
-    plan = BucketPlan(*known, leg=leg, part=part, measures=measures, follows=follows)
+    plan = BucketPlan(
+        *known, direction=direction, part=part, measures=measures, update_rule=update_rule
+    )
     facts = [[piece.spec.name, *_facts(piece)] for piece in placed]
-    return replace(plan, digests=(digest([*plan._own, leg, owners, identity, facts]),))
+    return replace(plan, digests=(digest([*plan._own, direction, owners, identity, facts]),))
 
 
 def _facts(piece: Piece) -> list[object]:

@@ -87,38 +87,40 @@ def first_block(name: str, parts: int, part: int) -> int:
 def size_changes(name: str, numel: int, parts: int) -> set[int]:
     """The owners whose shards of a tensor may be of another size than those of the owner before."""
     begin = -first_block(name, parts, 0) % parts  # owner of the first block
-    turn = numel // SHARD_BLOCK % parts
-    return {(begin + each) % parts for each in (0, turn, turn + 1)}
+    rest = numel // SHARD_BLOCK % parts
+    return {(begin + each) % parts for each in (0, rest, rest + 1)}
 
 
 def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
     """Split a bucket among `parts` owners."""
-    scatter, back = _leg(bucket, parts, "scatter"), _leg(bucket, parts, "gather")
+    scatter, back = _directed(bucket, parts, "scatter"), _directed(bucket, parts, "gather")
     return ShardedPlan(bucket, scatter, back)
 
 
 def shard_sums(bucket: BucketPlan, nodes: Nodes) -> NodePlan:
     """Split a bucket among the owners of each node."""
-    sums = _leg(bucket, nodes.owners, "sums")
+    sums = _directed(bucket, nodes.owners, "sums")
     senders = tuple(rank for row in zip(*nodes.cross_groups, strict=True) for rank in row)
     result = replace(_joined(sums), senders=senders)
     return NodePlan(bucket, tuple(map(_packed, sums)), result)
 
 
-def _leg(bucket: BucketPlan, parts: int, leg: str) -> tuple[BucketPlan, ...]:
+def _directed(bucket: BucketPlan, parts: int, direction: str) -> tuple[BucketPlan, ...]:
     """Payloads to or from each owner, padded to the longest, for gradients that are split."""
     plans = [
         lay_out(
             bucket.ordinal,
             _shards(bucket, parts, part),
-            leg,
+            direction,
             bucket.config,
             bucket.reduction,
             alignment=ALIGNMENT,
             owners=parts,
             identity=[part, SHARD_BLOCK],
             part=part,
-            measures=() if leg == "scatter" else bucket.measures,  # scatter reaches one rank only
+            measures=()
+            if direction == "scatter"
+            else bucket.measures,  # scatter reaches one rank only
         )
         for part in range(parts)
     ]

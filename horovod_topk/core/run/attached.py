@@ -176,9 +176,9 @@ class Attached(Generic[Kept]):
             self.take_shared(manager.shared)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_ranks(self) -> tuple[int, int]:
         """This rank, and the number of ranks that exchange gradients."""
-        return self._state.place if self.active else (0, 1)
+        return self._state.rank_and_ranks if self.active else (0, 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's committed residuals, flat, by tensor name. Empty if inactive.

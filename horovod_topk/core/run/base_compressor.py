@@ -194,7 +194,7 @@ class BaseCompressor(abc.ABC):
     hook: ClassVar[Any] = _is_not_attached
 
     active = Forwarded()
-    place = Forwarded()
+    rank_and_ranks = Forwarded()
     ratio = Forwarded()
     reduction = Forwarded()
     steps = Forwarded()

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.measures import EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.codec.momentum import check_dtypes
-from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Storage, Traffic
 from horovod_topk.core.exchange.meeting import Meets
 from horovod_topk.core.exchange.probe import Probe, Probed
@@ -51,7 +51,7 @@ class Compressor(State[Array]):
         ops, codec, exchange: compute, encode and exchange arrays.
         name: prefix of the collectives' names, equal on all ranks.
         timer: measures the seconds of each step; None: a timer that measures no collective.
-        followers: those of the buckets, if the plan follows something.
+        followers: those of the buckets, if the update depends on exchanges.
 
     Raises:
         UnsupportedDtypeError: momentum is corrected, and no velocity can be kept for a gradient.
@@ -72,7 +72,7 @@ class Compressor(State[Array]):
         timer: StepTimer | None = None,
         followers: Followers | None = None,
     ) -> None:
-        super().__init__(plan.config, plan.reduction, ops, follows=plan.follows)
+        super().__init__(plan.config, plan.reduction, ops, update_rule=plan.update_rule)
         self._followers = followers
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
         self._usual = exchange  # while gradients are compressed
@@ -99,7 +99,7 @@ class Compressor(State[Array]):
         self._sampled = WATCHED if guard is not None and guard.residual is not None else SAMPLED
         self._sampled = NARROW if self.saturates else self._sampled
         self._level = plan.config.ratio, True, exchange
-        self._place = self.place  # that the buckets' exchanges are built for
+        self._ranks = self.rank_and_ranks  # that the buckets' exchanges are built for
         self.step = self._new_step()
         self.frozen: Callable[[], Collection[str]] = tuple  # tensors whose learning rate is 0 now
         meets: object = exchange.collective
@@ -285,22 +285,22 @@ class Compressor(State[Array]):
         if before is not None and before != ranks:
             self.registry.scale(rescaling(self.plan.reduction, before, ranks))
         if self.rates is not None:
-            self._follow(self.rates.turn(self.counter.committed))
+            self._rescale(self.rates.rescalings(self.counter.committed))
         facts = self._pack_facts()
         if self._meets is not None and self._sends != self._met:
             self._meet(self._meets, facts)
         if self.states_facts and self.plan.buckets:
             self._codec.measures.state_facts(self.plan.buckets[0].ordinal, facts)
         level = self.ratio, self._adapts, self._next_exchange
-        if level != self._level or self.place != self._place:
+        if level != self._level or self.rank_and_ranks != self._ranks:
             self._turn_to(*level)
         self.step.samples = self.steps % self._sampled == 0
         self._numbers[VERDICT] = self.guard.verdict
-        self.step.turn()
+        self.step.switch_level()
         if self._followers is not None:
             self._followers.begin_step()
         if self.step.probe is not None:
-            self.step.probe.turn(self.plan, self.counter.committed)
+            self.step.probe.choose(self.plan, self.counter.committed)
         if frozen := self.frozen():
             for arenas in self._sent_arenas():
                 arenas.set_aside(frozen, self._ops)
@@ -356,7 +356,7 @@ class Compressor(State[Array]):
         number = pack(counter.committed, level, state, rates)
         return int(number).to_bytes(FACTS_BYTES, "little")
 
-    def _follow(self, factors: Mapping[str, float]) -> None:
+    def _rescale(self, factors: Mapping[str, float]) -> None:
         """Rescale residuals of the tensors whose learning rates have changed."""
         if factors:
             for registry in self._sent():
@@ -368,13 +368,13 @@ class Compressor(State[Array]):
 
     @property
     def _adapts(self) -> bool:
-        """Whether the next step is followed, if the plan says so: not after a fall-back."""
-        return self.follows is None or not self.guard.is_over
+        """Whether the next step's update depends on its exchange: not after a fall-back."""
+        return self.update_rule is None or not self.guard.has_ended
 
     @property
     def _next_exchange(self) -> Exchange[Array]:
         """Exchange of the next step: the usual one, or a dense one if the guard asks for it."""
-        if not (self.guard.is_over or self.guard.tries_dense(self.counter.committed)):
+        if not (self.guard.has_ended or self.guard.tries_dense(self.counter.committed)):
             return self._usual
         if self._dense is None:
             self._dense = dense_beside(self._usual)
@@ -387,15 +387,15 @@ class Compressor(State[Array]):
 
         Args:
             ratio: ratio of the level.
-            adapts: whether the level is followed, if the plan says so.
+            adapts: whether the update depends on exchanges at this level.
             exchange: how gradients travel at this level.
         """
         settings = self.schedule.settings(ratio)
         if exchange is not self._usual:
             settings = Whole.beside(settings)
         self._level, self.exchange = (ratio, adapts, exchange), exchange
-        self._place = self.place
-        self.plan = self.plan.under(settings, self.follows if adapts else None)
+        self._ranks = self.rank_and_ranks
+        self.plan = self.plan.under(settings, self.update_rule if adapts else None)
         for registry in self._registries.values():
             if registry not in self.states.values():
                 registry.turn_to(self.plan)
@@ -404,8 +404,7 @@ class Compressor(State[Array]):
 
     def _new_step(self) -> Step[Array]:
         shared = self._ops, self._codec, self.exchange, self.name, self._number, self.timer
-        follow = None if self._followers is None else self._followers.follow
-        return Step(self.plan, self._storage, *shared, follow)
+        return Step(self.plan, self._storage, *shared, self._followers)
 
     def _number(self, name: str) -> float:
         """This rank's measure of the previous step; see `core.codec.measures`."""
@@ -429,7 +428,7 @@ class Compressor(State[Array]):
         spec, laid_out = self._declared[name], self.plan
 
         def plans(bucket: BucketPlan) -> tuple[BucketPlan, ...]:
-            return (state_plan(replace(bucket, follows=laid_out.follows), name),)
+            return (state_plan(replace(bucket, update_rule=laid_out.update_rule), name),)
 
         state = ResidualRegistry(self.plan, self._ops, plans, in_place=spec.in_place)
         state.spec = spec

@@ -9,12 +9,12 @@ from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.exchange.probe import Probed
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.run.stats import (
-    Sample,
+    NormSample,
     StepCounters,
     memory_of,
 )
 from horovod_topk.core.run.timing import Seconds
-from horovod_topk.core.state.named_state import Part
+from horovod_topk.core.state.named_state import NamedState
 from horovod_topk.core.state.residual import Squares
 from horovod_topk.errors import ConfigError
 
@@ -39,10 +39,10 @@ class Counting(Generic[Array]):
     def __init__(self) -> None:
         self.plan: Plan | None = None
         self.exchange: Exchange[Array] | None = None
-        self.parts: dict[str, Part[Array]] = {}
+        self.parts: dict[str, NamedState[Array]] = {}
         self.steps = self.rolled_back = self.unapplied = 0
         self.sent_bytes = self.dense_bytes = 0
-        self.seconds, self.sample = Seconds(), Sample()
+        self.seconds, self.sample = Seconds(), NormSample()
         self._counted: tuple[Plan, int] | None = None  # a plan, and the bytes of memory it takes
         self._begun = 0  # what a loaded checkpoint adds to the number of ended steps
         self.callbacks: list[Callable[[StepCounters], None]] = []

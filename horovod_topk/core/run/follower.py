@@ -7,7 +7,7 @@ nothing else of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -32,7 +32,7 @@ class Follower(Protocol[Array]):
         ...
 
     def message(self) -> Array:
-        """The numbers that this rank sends, as many as `Follows.numbers` names for each tensor.
+        """The numbers that this rank sends, as many as `UpdateRule.numbers` names for each tensor.
 
         It is called once gradients are encoded.
         """
@@ -52,16 +52,13 @@ class Follower(Protocol[Array]):
 
 
 @dataclass(frozen=True)
-class Memory:
+class FollowerArenas:
     """Arenas of one bucket that a follower may read, and its own states."""
 
     residuals: Sequence[Arenas[Any]]  # of this rank: those of the bucket, or of each owner's shards
     owned: Sequence[Arenas[Any]]  # the owner's residuals, if there are owners
     part: int  # this rank's number among the owners
     states: Mapping[str, Arenas[Any]]  # by name
-
-
-Follow = Callable[[Any, Memory], Follower[Any]]  # makes the follower of a bucket's plan
 
 
 class Followers(Protocol):
@@ -71,6 +68,6 @@ class Followers(Protocol):
         """Note that a step begins, before any bucket does."""
         ...
 
-    def follow(self, bucket: Any, memory: Memory) -> Follower[Any]:
+    def follower(self, bucket: Any, memory: FollowerArenas) -> Follower[Any]:
         """Make the follower of a bucket's plan."""
         ...

@@ -149,7 +149,7 @@ def none_to_correct(momentum: float, kind: str, known: str) -> ConfigError:
     )
 
 
-def note_followed(kind: str) -> None:
+def note_adapted(kind: str) -> None:
     """Log that an optimizer's steps depend on how often elements arrive."""
     log.info("TopKEF: steps of %s depend on how often elements arrive", kind)
 

@@ -24,9 +24,9 @@ from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.plan import facts
 from horovod_topk.core.plan.buckets import Plan, TensorSpec
 from horovod_topk.core.run.counting import Counting
-from horovod_topk.core.run.stats import Sample, Stats, measured, planned, stored_bytes
-from horovod_topk.core.state.learning_rates import LARGEST, RATES, Followed, rates_of
-from horovod_topk.core.state.named_state import Part
+from horovod_topk.core.run.stats import NormSample, Stats, measured, planned, stored_bytes
+from horovod_topk.core.state.learning_rates import LARGEST, RATES, RateUnits, rates_of
+from horovod_topk.core.state.named_state import NamedState
 from horovod_topk.core.state.residual import Squares
 from horovod_topk.core.state.state_dict import (
     ASKED,
@@ -55,7 +55,7 @@ from horovod_topk.core.state.state_dict import (
     without,
 )
 from horovod_topk.errors import ConfigError, StateDictError
-from horovod_topk.methods.protocol import Follows, Method
+from horovod_topk.methods.protocol import Method, UpdateRule
 from horovod_topk.ops import Ops
 
 log = logging.getLogger("horovod_topk")
@@ -75,7 +75,7 @@ class State(Counting[Array]):
         reduction: "average" or "sum" over ranks.
         ops: operations on the arrays.
         counter: stores the number of committed steps, the ratio asked for and the decision.
-        follows: what is kept and sent for the optimizer's update, if anything.
+        update_rule: what is kept and sent for the optimizer's update, if anything.
 
     Attributes:
         plan: the plan of the last step; None: no tensor is known yet.
@@ -93,15 +93,15 @@ class State(Counting[Array]):
         reduction: str,
         ops: Ops[Array],
         counter: Counter | None = None,
-        follows: Follows | None = None,
+        update_rule: UpdateRule | None = None,
     ) -> None:
         super().__init__()
         self.config, self.reduction, self._ops = config, reduction, ops
-        self.follows = follows
+        self.update_rule = update_rule
         self.schedule, self.guard = Schedule(config), Watch(config.guard)
         self.counter: Counter = HostCounter() if counter is None else counter
         self.later: set[str] = set()
-        self.rates: Followed | None = None
+        self.rates: RateUnits | None = None
         self.ranks_before: int | None = None
         # Whether ranks compare facts: one that joins an elastic job alone has others.
         self.states_facts = not elastic()
@@ -128,7 +128,7 @@ class State(Counting[Array]):
         return self.plan
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_ranks(self) -> tuple[int, int]:
         """This rank, and the number of ranks that exchange gradients."""
         assert self.exchange is not None
         return self.exchange.rank, self.exchange.ranks
@@ -145,7 +145,7 @@ class State(Counting[Array]):
         counter, guard = self.counter, self.guard
         known = counter.committed, counter.decision, counter.asked
         is_trial = guard.tries_dense(counter.committed)
-        return self.schedule.ratio_at(*known, is_over=guard.is_over, is_trial=is_trial)
+        return self.schedule.ratio_at(*known, has_ended=guard.has_ended, is_trial=is_trial)
 
     def decide(
         self,
@@ -170,7 +170,11 @@ class State(Counting[Array]):
         if committed and plan.config.schedule is not None:  # else the step had none of its levels
             before = self.counter.decision
             self.counter.decision = self.schedule.decide(before, plan.config.ratio, measures)
-        ending = {"committed": committed, "flagged": bool(flagged), "logs": self.place[0] == 0}
+        ending = {
+            "committed": committed,
+            "flagged": bool(flagged),
+            "logs": self.rank_and_ranks[0] == 0,
+        }
         verdicts = () if measures is None else measures.get(VERDICT, ())
         return self.guard.end(self.ended + 1, verdicts=verdicts, **ending)
 
@@ -188,7 +192,7 @@ class State(Counting[Array]):
             squares: sums over all tensors, on the host.
             decay: largest ratio over tensors of the learning rate to its largest value so far.
         """
-        self.sample = Sample.of(squares)
+        self.sample = NormSample.of(squares)
         self.guard.sample((self.sample.residual_norm_ratio or 0.0) * decay)
         norm = math.sqrt(max(squares.left, 0.0))
         if self.saturates and not self._saturated and norm > FLOAT16:
@@ -231,10 +235,10 @@ class State(Counting[Array]):
 
     def _step_factor(self) -> float:
         """The smallest factor of the last step; 1 if there is none. Waits for the device."""
-        known = (part for part in self.parts.values() if part.spec and part.spec.is_factor)
+        known = (part for part in self.parts.values() if part.spec and part.spec.is_damping)
         arrays = [part.residual(name) for part in known for name in part.pieces]
         numbers = [x for each in arrays for x in self._numbers_of(each) if x > 0.0]
-        return 1.0 if self.guard.is_over else min(numbers, default=1.0)
+        return 1.0 if self.guard.has_ended else min(numbers, default=1.0)
 
     def _numbers_of(self, array: Array) -> tuple[float, ...]:
         """An array's numbers, as float32, on the host. Waits for the device."""
@@ -515,9 +519,9 @@ class State(Counting[Array]):
 
     def _adopted(self, key: str, within: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of a state dict with its arrays as they are kept now."""
-        if self.follows is None:
+        if self.update_rule is None:
             return within
-        name, adopted = key.removeprefix(METHOD_STATE), self.follows.adopted
+        name, adopted = key.removeprefix(METHOD_STATE), self.update_rule.adopted
         arrays = {n: adopted(name, a, self._ops) for n, a in within[RESIDUALS].items()}
         return {**within, RESIDUALS: arrays}
 
@@ -526,7 +530,7 @@ class State(Counting[Array]):
 
 
 def _check_method_state(
-    state: Mapping[str, Any], key: str, part: Part[Any], names: Collection[str]
+    state: Mapping[str, Any], key: str, part: NamedState[Any], names: Collection[str]
 ) -> None:
     """Refuse a state dict that lacks the method's own state, or has it for other settings."""
     name = key.removeprefix(METHOD_STATE)
@@ -552,7 +556,7 @@ def _within(state: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return state if key == RESIDUALS else state.get(key, _NOTHING)
 
 
-def _fits(part: Part[Any], within: Mapping[str, Any], names: Collection[str]) -> bool:
+def _fits(part: NamedState[Any], within: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a part of a state dict has an array of the right shape for each tensor."""
     try:
         part.check(within, names)

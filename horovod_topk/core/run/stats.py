@@ -12,7 +12,7 @@ from typing import Any
 from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.exchange.reduce import declared, state_plan
 from horovod_topk.core.plan.buckets import Plan
-from horovod_topk.core.state.named_state import Part
+from horovod_topk.core.state.named_state import NamedState
 from horovod_topk.core.state.residual import Squares
 from horovod_topk.ops.coding import value_bytes
 
@@ -109,14 +109,14 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Sample:
+class NormSample:
     """Sent share and residual norm ratio of one sampled step."""
 
     sent_share: float | None = None  # see `Stats`
     residual_norm_ratio: float | None = None
 
     @classmethod
-    def of(cls, squares: Squares) -> Sample:
+    def of(cls, squares: Squares) -> NormSample:
         """Compute both shares from sums of squares; None where a sum is zero or not finite."""
         gradient, compensated, left = squares.gradient, squares.compensated, squares.left
         if not all(map(math.isfinite, (gradient, compensated, left))):
@@ -125,12 +125,12 @@ class Sample:
         return cls(share, math.sqrt(left / gradient) if gradient > 0.0 else None)
 
 
-def memory_of(parts: Iterable[Part[Any]], exchange: Exchange[Any], plan: Plan) -> int:
+def memory_of(parts: Iterable[NamedState[Any]], exchange: Exchange[Any], plan: Plan) -> int:
     """Bytes of memory for a rank's state and payloads."""
     return sum(map(stored_bytes, parts)) + exchange.buffer_bytes(plan)
 
 
-def stored_bytes(part: Part[Any]) -> int:
+def stored_bytes(part: NamedState[Any]) -> int:
     """Bytes of one part of the state: most parts have two arrays."""
     stored = (
         _bytes(part.stored or part.specs[name].residual_dtype, piece.numel)

@@ -24,15 +24,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.measures import HOST, own_measures, total_of
 from horovod_topk.core.codec.momentum import velocities_of
-from horovod_topk.core.codec.payload_codec import PayloadCodec
 from horovod_topk.core.codec.withheld import Limits
 from horovod_topk.core.exchange import BucketExchange, Exchange, Storage
 from horovod_topk.core.exchange.probe import Probe
 from horovod_topk.core.exchange.reduce import declared
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
-from horovod_topk.core.run.follower import Follow, Follower, Memory
+from horovod_topk.core.run.follower import Follower, FollowerArenas, Followers
 from horovod_topk.core.run.timing import StepTimer
 from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import NotLaunchedError, TopKError
@@ -42,7 +42,7 @@ Array = TypeVar("Array")
 
 
 @dataclass
-class Bucket(Generic[Array]):
+class StepBucket(Generic[Array]):
     """One bucket's exchange and memory, and results of its last step."""
 
     plan: BucketPlan
@@ -55,7 +55,9 @@ class Bucket(Generic[Array]):
     measures: bool = False  # whether it has measures of its own arrays, computed in each step
     gradient: Any = None  # sum of squares of its gradients, in a sampled step
     follower: Follower[Array] | None = None  # if the optimizer's update depends on the exchange
-    followed: Mapping[str, Arenas[Array]] = field(default_factory=dict)  # its states, by name
+    follower_states: Mapping[str, Arenas[Array]] = field(
+        default_factory=dict
+    )  # its states, by name
 
 
 class Step(Generic[Array]):
@@ -68,7 +70,7 @@ class Step(Generic[Array]):
         name: prefix of the collectives' names, equal on all ranks.
         number: returns a measure of the whole rank; see `core.codec.measures`.
         timer: gets the seconds of encoding and decoding, if steps run on the host.
-        follow: makes the followers of buckets, if the plan follows something.
+        followers: those of the buckets, if the update depends on exchanges.
 
     Attributes:
         sent: ordinals of the buckets that have begun, and whose gradients are not replaced yet.
@@ -89,13 +91,13 @@ class Step(Generic[Array]):
         name: str,
         number: Callable[[str], Any] = lambda name: 0.0,
         timer: StepTimer | None = None,
-        follow: Follow | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
-        self._follow = follow
+        self._followers = followers
         self._number, self.samples, self._timer = number, False, timer or StepTimer()
-        self._told: list[Any] = []  # the host's measures in the payloads; at first none
+        self._sent_numbers: list[Any] = []  # the host's measures in the payloads; at first none
         self.probe: Probe[Array] | None = None
         self.sent: set[int] = set()
         self.received: set[int] = set()
@@ -113,14 +115,14 @@ class Step(Generic[Array]):
             for name in self._buckets[ordinal].plan.names(self._buckets[ordinal].flags)
         )
 
-    def turn(self) -> None:
+    def switch_level(self) -> None:
         """Update the host's measures in the payloads, before a step's first bucket begins."""
         first = min(self._buckets, default=-1)
         if first < 0 or self._buckets[first].measures:
             return
         numbers = [self._number(name) for name in self._buckets[first].plan.config.measures]
-        if numbers != self._told:
-            self._told = numbers
+        if numbers != self._sent_numbers:
+            self._sent_numbers = numbers
             for ordinal, bucket in self._buckets.items():
                 own = numbers if ordinal == first else [0.0] * len(numbers)
                 self._codec.measures.set(bucket.plan, own)
@@ -146,7 +148,7 @@ class Step(Generic[Array]):
             bucket.follower.begin(gradients)
             squares = bucket.follower.squares()
             if bucket.plan.tensor_measures:
-                self._codec.measures.tell(bucket.plan, bucket.follower.message)
+                self._codec.measures.set_tensor_numbers(bucket.plan, bucket.follower.message)
         if self.samples:
             bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
         own = None
@@ -212,7 +214,7 @@ class Step(Generic[Array]):
         if self.probe is not None:
             self.probe.finish(ordinal, targets, gain)
         if bucket.follower is not None:
-            message = self._codec.measures.told.pop(ordinal, None)
+            message = self._codec.measures.tensor_numbers.pop(ordinal, None)
             bucket.follower.finish(targets, gain, self._exchange.ranks, message)
         timer.decompressing += time.perf_counter() - timer.exposed - began
         return bucket.flags
@@ -312,29 +314,31 @@ class Step(Generic[Array]):
         for bucket in self._buckets.values():
             bucket.measurable = False
 
-    def _hold(self, buckets: Sequence[Bucket[Array]]) -> None:
+    def _hold(self, buckets: Sequence[StepBucket[Array]]) -> None:
         """Replace the buckets of this step."""
         self._buckets = {each.plan.ordinal: each for each in buckets}
-        self._told = []
+        self._sent_numbers = []
         self.stages = max((each.exchange.stages for each in buckets), default=0)
 
-    def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
+    def _make_bucket(self, plan: BucketPlan) -> StepBucket[Array]:
         storage = self._storage(plan)
         nodes: Any = self._exchange.owner.get("nodes", ())
         self._codec.withholding.limit(plan, Limits.of(plan, self._exchange.ranks, len(nodes)))
         first = plan.gradients[0]
-        followed = () if plan.follows is None else plan.follows.states(first)
-        states = {name: own for name, own in storage.states.items() if name not in followed}
+        follower_states = () if plan.update_rule is None else plan.update_rule.states(first)
+        states = {name: own for name, own in storage.states.items() if name not in follower_states}
         exchange = self._exchange.of(plan, replace(storage, states=states), self._codec)
-        bucket = Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
+        bucket = StepBucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
         bucket.measures = not set(plan.config.measures) <= set(HOST)
-        if self._follow is not None and followed and plan.numel:
-            bucket.followed = {name: storage.states[name] for name in followed}
+        if self._followers is not None and follower_states and plan.numel:
+            bucket.follower_states = {name: storage.states[name] for name in follower_states}
             kept = storage.residuals, storage.owned, self._exchange.part or 0
-            bucket.follower = self._follow(plan, Memory(*kept, bucket.followed))
+            bucket.follower = self._followers.follower(
+                plan, FollowerArenas(*kept, bucket.follower_states)
+            )
         return bucket
 
-    def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
+    def _tell(self, bucket: StepBucket[Array], gradients: Sequence[Array]) -> None:
         """Compute the measures that this rank sends with a bucket."""
         is_first = bucket.plan.ordinal == min(self._buckets)
         number = self._number if is_first else None
@@ -351,7 +355,7 @@ class Step(Generic[Array]):
                 bucket.exchange.swap()
                 if bucket.velocity is not None:
                     bucket.velocity.swap()
-                for arenas in bucket.followed.values():
+                for arenas in bucket.follower_states.values():
                     arenas.swap()
                 bucket.committed_last = True
             bucket.flags = ()

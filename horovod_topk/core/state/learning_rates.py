@@ -65,7 +65,7 @@ def fall_of(config: Method, name: str) -> float:
     return 1.0 - min(FASTEST, PER_RATIO * ratio)
 
 
-class Followed(Protocol):
+class RateUnits(Protocol):
     """Learning rates that residuals are rescaled by, by tensor name."""
 
     def saved(self) -> dict[str, dict[str, float]]:
@@ -105,11 +105,11 @@ class Rates:
         return tuple(self._present.values())
 
     def saved(self) -> dict[str, dict[str, float]]:
-        """`Followed.saved`."""
+        """`RateUnits.saved`."""
         return {RATES: dict(self.units), LARGEST: dict(self.largest)}
 
     def load(self, saved: Mapping[str, Mapping[str, float]]) -> None:
-        """`Followed.load`."""
+        """`RateUnits.load`."""
         self.units = dict(saved.get(RATES, {}))
         self._before = dict(self.units)
         self.largest = self.units | dict(saved.get(LARGEST, {}))
@@ -118,7 +118,7 @@ class Rates:
         """Return the rate in whose units a residual is, divided by the largest so far; or 1."""
         return self.units[name] / self.largest[name] if name in self.units else 1.0
 
-    def turn(self, committed: int) -> dict[str, float]:
+    def rescalings(self, committed: int) -> dict[str, float]:
         """Note the units that the present learning rates give residuals.
 
         committed: number of committed steps; a step that is tried again has the same units.

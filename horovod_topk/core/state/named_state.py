@@ -27,7 +27,7 @@ from horovod_topk.ops import Ops
 Array = TypeVar("Array")
 
 
-class Piece(Protocol[Array]):
+class StoredArray(Protocol[Array]):
     """The stored array of one tensor, or of one shard of it."""
 
     @property
@@ -54,7 +54,7 @@ class Piece(Protocol[Array]):
         ...
 
 
-class Part(Generic[Array]):
+class NamedState(Generic[Array]):
     """One part of the state by tensor name: residuals, owner's residuals or velocities.
 
     A subclass, or the caller that fills in `specs` and `pieces`, decides where arrays are stored.
@@ -72,7 +72,7 @@ class Part(Generic[Array]):
     def __init__(self, ops: Ops[Array]) -> None:
         self._ops = ops
         self.specs: dict[str, TensorSpec] = {}
-        self.pieces: dict[str, Sequence[Piece[Array]]] = {}
+        self.pieces: dict[str, Sequence[StoredArray[Array]]] = {}
         self.released: set[str] = set()
         self.spec: StateSpec | None = None  # of a method's state, or of a follower's
 
@@ -184,7 +184,7 @@ class Part(Generic[Array]):
     def _zeros(self, spec: TensorSpec) -> Array:
         return self._ops.zeros(spec.numel, spec.residual_dtype, spec.device)
 
-    def _places(self, spec: TensorSpec, piece: Piece[Array]) -> Array:
+    def _places(self, spec: TensorSpec, piece: StoredArray[Array]) -> Array:
         """The index in the whole tensor of each element of a piece."""
         own = self._ops.arange(piece.numel, spec.device)
         return self._ops.global_index(own, piece.parts, piece.first)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar, cast
 
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
-from horovod_topk.core.state.named_state import Part, Piece, as_row
+from horovod_topk.core.state.named_state import NamedState, StoredArray, as_row
 from horovod_topk.methods import protocol
 from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import BLOCK, SCALE_BYTES, VALUE_BITS, scales, value_bytes
@@ -311,7 +311,7 @@ class Squares:
 
 @dataclass(frozen=True)
 class Stretch(Generic[Array]):
-    """`Piece` that is a stretch of an arena."""
+    """`StoredArray` that is a stretch of an arena."""
 
     arenas: Arenas[Array]
     tensor: protocol.Piece
@@ -319,27 +319,27 @@ class Stretch(Generic[Array]):
 
     @property
     def numel(self) -> int:
-        """`Piece.numel`."""
+        """`StoredArray.numel`."""
         return self.tensor.numel
 
     @property
     def parts(self) -> int:
-        """`Piece.parts`."""
+        """`StoredArray.parts`."""
         return self.arenas.plan.parts
 
     @property
     def first(self) -> int:
-        """`Piece.first`."""
+        """`StoredArray.first`."""
         return self.tensor.first
 
     def read(self) -> Array:
-        """`Piece.read`: a view."""
+        """`StoredArray.read`: a view."""
         place = self.tensor.start, self.tensor.stop
         aside = self.arenas.aside.get(place)
         return self.arenas.read(*place, self.ops) if aside is None else aside
 
     def write(self, source: Array) -> None:
-        """`Piece.write`."""
+        """`StoredArray.write`."""
         place = self.tensor.start, self.tensor.stop
         if place in self.arenas.aside:
             self.ops.assign(self.arenas.aside[place], source)
@@ -347,7 +347,7 @@ class Stretch(Generic[Array]):
             self.arenas.write(*place, source, self.ops)
 
 
-class ResidualRegistry(Part[Array]):
+class ResidualRegistry(NamedState[Array]):
     """`Part` in arenas, for all tensors of a plan. New residuals are zero.
 
     Args:
@@ -435,7 +435,7 @@ class ResidualRegistry(Part[Array]):
     def _find(self, plan: Plan) -> None:
         """Note where each tensor is stored."""
         self.specs = {tensor.spec.name: tensor.spec for tensor in plan.tensors()}
-        pieces: dict[str, list[Piece[Array]]] = {name: [] for name in self.specs}
+        pieces: dict[str, list[StoredArray[Array]]] = {name: [] for name in self.specs}
         for arenas in self.all_arenas():
             for tensor in arenas.plan.tensors:
                 self.specs[tensor.spec.name] = tensor.spec

@@ -15,7 +15,7 @@ from witness import assert_ranks_equal, residuals
 from world import hvd
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
-FACTORS = (0.2, 1.0, 1.0, 0.95, 0.92, 0.9)  # of a learning rate, step by step
+DAMPING = (0.2, 1.0, 1.0, 0.95, 0.92, 0.9)  # of a learning rate, step by step
 
 
 def groups_of(task: Any) -> Any:
@@ -29,7 +29,7 @@ SETUP = Setup(optimizer=training.plain_sgd, parameter_groups=groups_of)
 def take(task: Task, optimizer: Any, step: int) -> None:
     """A step at that step's rates."""
     for group, rate in zip(optimizer.param_groups, (0.05, 0.2), strict=True):
-        group["lr"] = rate * FACTORS[step]
+        group["lr"] = rate * DAMPING[step]
     training.ordinary(task, optimizer, step)
 
 
@@ -46,7 +46,7 @@ def gap(exchange: str, *, follow_lr: bool) -> float:
     optimizer = SETUP.distributed(task, compression)
     begun, names = training.snapshot(task), [name for name, _ in task.named_parameters()]
     due = [torch.zeros_like(p, dtype=torch.float64) for p in task.parameters()]
-    for step, factor in enumerate(FACTORS):
+    for step, factor in enumerate(DAMPING):
         gradients = torch.autograd.grad(task.loss(hvd.rank(), step), list(task.parameters()))
         for i, gradient in enumerate(gradients):
             due[i] += (0.05 if i == 0 else 0.2) * factor * mean(gradient, f"case.{i}")
@@ -54,7 +54,7 @@ def gap(exchange: str, *, follow_lr: bool) -> float:
     assert_ranks_equal(task.parameters())
     owed, worst = residuals(optimizer), 0.0
     for i, (name, p) in enumerate(zip(names, task.parameters(), strict=True)):
-        rate = (0.05 if i == 0 else 0.2) * FACTORS[-1]
+        rate = (0.05 if i == 0 else 0.2) * DAMPING[-1]
         left = rate * mean(owed[name], f"case.owed.{i}").view(p.shape)
         missed = begun[i].double() - p.detach().double() + left - due[i]
         worst = max(worst, float(missed.norm() / due[i].norm()))

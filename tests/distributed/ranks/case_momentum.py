@@ -113,9 +113,9 @@ def test_the_default_depends_on_the_kind_of_optimizer(
     setup = Setup(optimizer=optimizer)
     for compression in (DefaultTopKEF, DefaultTopKEF()):
         plan = TopKEF.of(setup.distributed(setup.task(), compression))._compressor.plan
-        config, follows = plan.config, plan.follows and plan.follows.name
+        config, update_rule = plan.config, plan.update_rule and plan.update_rule.name
         assert (config.values, config.ratio, config.follow_lr) == ("int4", 0.02, True)
-        assert (config.momentum, config.stretches, follows) == (0.0, early, rule)
+        assert (config.momentum, config.stretches, update_rule) == (0.0, early, rule)
 
 
 def auto(**settings: Any) -> TopKEF:

@@ -164,8 +164,8 @@ def test_each_option_does_what_the_table_says(row: Row, kind: str) -> None:
     assert len(stats.warnings) == int(row.outcome == "left")
     assert stats.steps == 6 or raises
     assert all(row.shown in warning for warning in stats.warnings)
-    follows = TopKEF.of(optimizer)._compressor.plan.follows
-    assert (follows is not None) == (row.outcome == "adapted")
+    update_rule = TopKEF.of(optimizer)._compressor.plan.update_rule
+    assert (update_rule is not None) == (row.outcome == "adapted")
 
 
 def test_the_table_has_every_row() -> None:

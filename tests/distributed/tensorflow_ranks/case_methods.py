@@ -14,7 +14,7 @@ from proof import assert_ranks_equal
 from tapes import Linear, noise
 
 import horovod_topk.tensorflow
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.state.state_dict import parts_of
 from horovod_topk.errors import PayloadError, PlanMismatchError
 from horovod_topk.methods import METHODS
@@ -63,20 +63,20 @@ def test_a_bucket_of_which_some_rank_owns_nothing(owner: str) -> None:
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("leg", range(4))
 def test_a_rank_that_cannot_read_a_payload_ends_the_step_for_all(
-    leg: int, graph: bool, monkeypatch: pytest.MonkeyPatch
+    direction: int, graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """leg: scatter and gather of the first round, and of the second."""
-    compression = horovod_topk.tensorflow.TwoRounds(name=f"fails.{graph}.{leg}")
+    compression = horovod_topk.tensorflow.TwoRounds(name=f"fails.{graph}.{direction}")
     model, failing = Linear([(10, 8), (16, 8)]), hvd.rank() == 1
-    check, legs = PayloadCodec._check, list[int]()
+    check, directions = PayloadCodec._check, list[int]()
 
     def take(step: int) -> list[Any]:
         mine = gradients(hvd.rank(), step, [(10, 8), (16, 8)])
         return model.exchange(compression, mine, graph=graph)
 
     def refuse(*args: Any) -> list[bool]:
-        legs.append(len(legs))
-        if len(legs) == 4 + leg + 1:  # in the second step
+        directions.append(len(directions))
+        if len(directions) == 4 + direction + 1:  # in the second step
             raise PayloadError("the test refuses it", cure="None")
         return check(*args)
 
@@ -88,10 +88,10 @@ def test_a_rank_that_cannot_read_a_payload_ends_the_step_for_all(
         with pytest.raises(tf.errors.OpError if graph else PayloadError, match="refuses it"):
             take(1)
     else:
-        assert all(np.isnan(each).all() == (leg < 3) for each in take(1))
-    if failing or leg < 3:  # when the last leg fails, the others have all that they need
+        assert all(np.isnan(each).all() == (direction < 3) for each in take(1))
+    if failing or direction < 3:  # when the last leg fails, the others have all that they need
         assert arrays_in(compression.state_dict()) == before
-    if leg < 3:
+    if direction < 3:
         assert_ranks_equal(take(2))
         return
     with pytest.raises(  # the others have committed a step more

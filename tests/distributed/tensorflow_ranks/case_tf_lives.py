@@ -14,7 +14,7 @@ from kerasses import BATCH, LIBRARIES, compiled, data, distributed
 from tapes import Linear, noise
 
 from horovod_topk.errors import NotAttachedError
-from horovod_topk.tensorflow import archive
+from horovod_topk.tensorflow.compressor import unpacked
 from plain import PlainTopKEF as TopKEF
 
 SPARSE = {"ratio": 0.1, "min_numel": 0}
@@ -88,7 +88,7 @@ def test_what_is_loaded_waits_for_the_optimizer_to_come(library: Any, way: str) 
     compression = TopKEF(**SPARSE)
     model = twice_compiled(library, compression)
     saved, data = compression.state_dict(), compression.serialize()
-    assert equal(archive.unpack(data)[0], TopKEF.of(model.optimizer).state_dict())
+    assert equal(unpacked(data)[0], TopKEF.of(model.optimizer).state_dict())
     recompiled(library, model, compression)
     if way == "checkpoint":
         compression.deserialize(data)
@@ -115,7 +115,7 @@ def test_two_that_live_are_two() -> None:
         fit(model)
     with pytest.raises(NotAttachedError, match="2 optimizers"):
         compression.stats()
-    assert len(archive.unpack(compression.serialize())) == 2
+    assert len(unpacked(compression.serialize())) == 2
 
 
 def test_tapes_made_anew_are_one() -> None:
@@ -126,4 +126,4 @@ def test_tapes_made_anew_are_one() -> None:
         model.exchange(compression, [noise(1, 2 * step + i, s) for i, s in enumerate(shapes)])
         gc.collect()
         assert compression.stats().steps == step + 1
-    assert len(archive.unpack(compression.serialize())) == 1
+    assert len(unpacked(compression.serialize())) == 1

@@ -14,7 +14,7 @@ from kerasses import LIBRARIES, distributed
 from proof import assert_ranks_equal
 from tapes import noise
 
-from horovod_topk.updates.formulas import LOSS, share
+from horovod_topk.updates.formulas import CUT, share
 from plain import PlainTopKEF as TopKEF
 
 MOMENTUM = 0.9
@@ -41,7 +41,7 @@ class Reference:
         self.codes = codes_after(self.codes, gradient)
         self.unit, self.largest = max(lr, 0.95 * self.unit), max(self.largest, lr)
         left, whole = share(self.codes.astype("f8")), self.waiting * MOMENTUM
-        whole -= lr * (1 - LOSS * left**4 * (self.unit / self.largest) ** 2) * gradient
+        whole -= lr * (1 - CUT * left**4 * (self.unit / self.largest) ** 2) * gradient
         moved, self.waiting = (1 - MOMENTUM * left) / (1 - MOMENTUM) * whole, left * whole
         self.p += MOMENTUM * moved - lr * gradient if self.nesterov else moved
 

@@ -17,11 +17,11 @@ from horovod_topk.errors import ConfigError
 from plain import PlainTopKEF as TopKEF
 
 BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
-LOST: dict[str, tuple[dict[str, Any], str]] = {
+WITHHELD: dict[str, tuple[dict[str, Any], str]] = {
     "momentum": ({"momentum": 0.9}, "momentum of 0.9"),
     "clip_norm": ({"clip_norm": 0.1}, "clip_norm=0.1"),
 }
-SETTINGS = pytest.mark.parametrize("setting", LOST)
+SETTINGS = pytest.mark.parametrize("setting", WITHHELD)
 
 
 def sgd(library: Any, momentum: float = 0.0) -> Any:
@@ -32,7 +32,7 @@ def sgd(library: Any, momentum: float = 0.0) -> Any:
 @BOTH
 @SETTINGS
 def test_it_is_refused_before_anything_has_changed(library: Any, setting: str) -> None:
-    given, lost = LOST[setting]
+    given, lost = WITHHELD[setting]
     words = Words(library, distributed(library, sgd(library), TopKEF(**given)))
     before = words.weights()
     with pytest.raises(ConfigError, match="sparse_as_dense=True") as caught:
@@ -46,7 +46,7 @@ def test_it_is_refused_before_anything_has_changed(library: Any, setting: str) -
 def test_a_tape_refuses_it_too(setting: str) -> None:
     table = tf.Variable(tf.ones([9, 4]), name="table")
     with pytest.raises(ConfigError, match=r"'table'.*sparse_as_dense=True"):
-        exchanged(table, TopKEF(**LOST[setting][0]))
+        exchanged(table, TopKEF(**WITHHELD[setting][0]))
     exchanged(table, TopKEF())  # and where nothing is lost, it takes Horovod's way
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from horovod_topk.config import fields_of
-from horovod_topk.core.codec.payload_codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange as Route
 from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
 from horovod_topk.core.exchange.loopback import Loopback
@@ -113,7 +113,7 @@ def compressed(
         optimizer.register_step_pre_hook(lambda it, *_: updates.begin(it))
         optimizer.register_step_post_hook(lambda it, *_: updates.end(it))
     if config.follow_lr:
-        made.follow(optimizer)
+        made.attach(optimizer)
     return made
 
 
@@ -143,7 +143,7 @@ class Compressed:
         for each in others:
             each.share_with(first)
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Rescale residuals by the learning rate of the optimizer's first parameter group."""
         group = optimizer.param_groups[0]
         for each in self.compressors:

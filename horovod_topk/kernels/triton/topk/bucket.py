@@ -23,7 +23,7 @@ from horovod_topk.kernels.triton.topk.narrow import COUNTS, narrow
 from horovod_topk.kernels.triton.topk.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.topk.pack import pack
 from horovod_topk.kernels.triton.topk.scatter import scatter
-from horovod_topk.kernels.triton.topk.stream import stream, weigh
+from horovod_topk.kernels.triton.topk.stream import find_floors, stream
 from horovod_topk.kernels.triton.topk.tables import Geometry, Tables, power_of_two
 
 _ENTRY_LANES = 128  # entries of one rank added at once
@@ -140,7 +140,7 @@ class TritonBucket:
             return None
         addresses = self._squares.point_to(squares)
         leasts = self._take("leasts", self._head.tensors)
-        launch(weigh, (self._head.tensors,), self._rows, addresses, leasts, **FOUR_WARPS)
+        launch(find_floors, (self._head.tensors,), self._rows, addresses, leasts, **FOUR_WARPS)
         return addresses, leasts
 
     def _stream(

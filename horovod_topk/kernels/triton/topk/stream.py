@@ -41,7 +41,7 @@ ROOM = tl.constexpr(2048)  # no sample has more elements
 
 
 @triton.jit
-def weigh(table: tensor, squares: tensor, leasts: tensor) -> None:
+def find_floors(table: tensor, squares: tensor, leasts: tensor) -> None:
     """Store the least square that counts in each tensor, as bits; one program for each tensor.
 
     squares: addresses of the squares, 0 for a tensor that has none.

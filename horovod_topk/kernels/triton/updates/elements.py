@@ -43,10 +43,10 @@ def quotient(one: tl.tensor, other: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def limit(table: tl.tensor, owners: tl.tensor, arrays: tl.tensor, factors: tl.tensor) -> None:
+def limit(table: tl.tensor, owners: tl.tensor, arrays: tl.tensor, damping: tl.tensor) -> None:
     """Multiply each tensor by its factor, if that is less than 1."""
     t, first, lanes, inside = spot(table, owners)
-    factor = tl.load(factors + t)
+    factor = tl.load(damping + t)
     if factor < 1.0:
         place = pointers(arrays, t) + first + lanes
         tl.store(place, tl.load(place, mask=inside, other=0.0) * factor, mask=inside)
@@ -109,10 +109,10 @@ def sgd(
     own = numbers(sets, row)
     weight, g, arrives = gradient_as_added(row, own, first, lanes, inside)
     _, share = codes_of(row, first, lanes, inside, arrives, later)
-    momentum, rate, loss = number(own, 2), number(own, 3), number(own, 5)
+    momentum, rate, cut = number(own, 2), number(own, 3), number(own, 5)
     buffer = pointers(row, 3) + first + lanes
     phi = share * share * (share * share)
-    total = tl.load(buffer, mask=inside, other=0.0) * momentum + (1.0 - phi * loss) * g
+    total = tl.load(buffer, mask=inside, other=0.0) * momentum + (1.0 - phi * cut) * g
     step = (1.0 - share * momentum) * number(own, 6) * total
     step = tl.where(number(own, 4) != 0.0, g + step * momentum, step)
     tl.store(pointers(row, 1) + first + lanes, weight - step * rate, mask=inside)
@@ -130,8 +130,8 @@ def farthest(rms: tl.tensor, reach: tl.tensor) -> tl.tensor:
 @triton.jit
 def factors_of(row: tl.tensor, before: tl.tensor, beta: tl.tensor) -> tl.tensor:
     """Return the factor c of each element's class; 1 in Adam's first step, where `beta` is 0."""
-    factors = pointers(row, 7)
-    c = tl.where(before >= OFTEN, tl.load(factors), tl.load(factors + 1))
+    damping = pointers(row, 7)
+    c = tl.where(before >= OFTEN, tl.load(damping), tl.load(damping + 1))
     return tl.where(beta != 0.0, c, 1.0)
 
 

@@ -32,7 +32,7 @@ def suit(*lists: Sequence[Tensor]) -> bool:
     return True
 
 
-def lost(
+def energy_withheld(
     gradients: Sequence[Tensor],
     residuals: tuple[Tensor, Tensor],
     arrivals: Tensor,
@@ -47,7 +47,7 @@ def lost(
     with on(arrivals.device):
         given = table.point_to("lost", flat)
         arrays = table.array, given, *residuals, arrivals, *states
-        launch(samples.lost, (len(places),), *arrays, **SIXTEEN_WARPS)
+        launch(samples.energy_withheld, (len(places),), *arrays, **SIXTEEN_WARPS)
 
 
 def energies(
@@ -55,17 +55,17 @@ def energies(
     arrivals: Tensor,
     places: tuple[Place, ...],
     states: Sequence[Tensor],
-    told: Tensor,
+    message: Tensor,
     numbers: tuple[float, float, float],
 ) -> None:
-    """Compute energies of exchanged gradients and Adam's factors: `TrackerKernels`."""
+    """Compute energies of exchanged gradients and Adam's damping: `TrackerKernels`."""
     table, flat = _places(places, arrivals.device), [*map(packed, gradients)]
-    *sums, gains, factors = states
+    *sums, gains, damping = states
     factor, ranks, least = numbers
-    sent = told.view(torch.float32)
+    sent = message.view(torch.float32)
     with on(arrivals.device):
         given = table.point_to("energies", flat)
-        arrays = table.array, given, arrivals, *sums, sent, gains, factors
+        arrays = table.array, given, arrivals, *sums, sent, gains, damping
         rows = sent.stride(0), sent.shape[0]
         each = *rows, factor, 0.5 / ranks, 1.0 / sent.shape[0], least * least - 1.0
         launch(samples.energies, (len(places),), *arrays, *each, **SIXTEEN_WARPS)
@@ -77,7 +77,7 @@ def spikes(
     scales: Tensor,
     gain: float,
     means: tuple[Tensor, Tensor],
-    factors: Tensor,
+    damping: Tensor,
     numbers: tuple[float, float],
 ) -> None:
     """Compute mean norms of exchanged gradients, and limit sudden ones: `TrackerKernels`."""
@@ -86,11 +86,11 @@ def spikes(
     large = _layout(tuple(g.numel() if g.numel() > SMALL else 0 for g in flat), scales.device)
     with on(scales.device):
         given = table.point_to("spikes", flat)
-        arrays = table.array, given, scales, *means, factors
+        arrays = table.array, given, scales, *means, damping
         launch(
             samples.spikes, (len(places),), *arrays, 1.0 / gain, rate - 1.0, spike, **SIXTEEN_WARPS
         )
-        large.launch(elements.limit, given, factors)
+        large.launch(elements.limit, given, damping)
     for gradient, limited in zip(gradients, flat, strict=True):
         _return(gradient, limited)
 

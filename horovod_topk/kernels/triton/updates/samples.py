@@ -95,7 +95,7 @@ def fade(
 
 
 @triton.jit
-def lost(
+def energy_withheld(
     table: tl.tensor,
     gradients: tl.tensor,
     residual: tl.tensor,
@@ -121,11 +121,11 @@ def settle(
     fading: tl.tensor,
     before: tl.tensor,
     after: tl.tensor,
-    told: tl.tensor,
+    sent: tl.tensor,
     width: tl.tensor,
     ranks: tl.tensor,
     gains: tl.tensor,
-    factors: tl.tensor,
+    damping: tl.tensor,
     by_ranks: tl.tensor,
     unit: tl.tensor,
     least: tl.tensor,
@@ -134,14 +134,14 @@ def settle(
     energy = fade(at, now, fading, before, after)
     less = tl.zeros([], tl.float32)
     for rank in range(ranks):
-        less += tl.load(told + rank * width + at)
+        less += tl.load(sent + rank * width + at)
     less *= unit
     over = (tl.abs(less) - less) * by_ranks
     over = tl.minimum(over, energy * tl.load(gains + at))
     less = (less + tl.abs(less)) * 0.5 - over
     whole = energy + less
     share = tl.where(whole != 0.0, quotient(less, tl.where(whole != 0.0, whole, 1.0)), 0.0)
-    tl.store(factors + at, tl.math.sqrt_rn(finite(share) * least + 1.0))
+    tl.store(damping + at, tl.math.sqrt_rn(finite(share) * least + 1.0))
 
 
 @triton.jit
@@ -153,9 +153,9 @@ def energies(
     fading: tl.tensor,
     before: tl.tensor,
     after: tl.tensor,
-    told: tl.tensor,
+    sent: tl.tensor,
     gains: tl.tensor,
-    factors: tl.tensor,
+    damping: tl.tensor,
     width: tl.tensor,
     ranks: tl.tensor,
     factor: tl.tensor,
@@ -173,10 +173,10 @@ def energies(
     scale = tl.load(scales + t)
     one, other = often.to(tl.float32) * scale, rarely.to(tl.float32) * scale
     settle(
-        2 * t, one, fading, before, after, told, width, ranks, gains, factors, by_ranks, unit, least
+        2 * t, one, fading, before, after, sent, width, ranks, gains, damping, by_ranks, unit, least
     )
     settle(
-        2 * t + 1, other, fading, before, after, told, width, ranks, gains, factors, by_ranks, unit,
+        2 * t + 1, other, fading, before, after, sent, width, ranks, gains, damping, by_ranks, unit,
         least,
     )  # fmt: skip
 
@@ -211,7 +211,7 @@ def spikes(
     scales: tl.tensor,
     before: tl.tensor,
     after: tl.tensor,
-    factors: tl.tensor,
+    damping: tl.tensor,
     ungain: tl.tensor,
     slowly: tl.tensor,
     spike: tl.tensor,
@@ -234,7 +234,7 @@ def spikes(
     allowed = finite(tl.where(counts, quotient(mean * spike, tl.where(counts, norm, 1.0)), 0.0))
     factor = tl.where(is_known & counts & (allowed < 1.0), (allowed - 1.0) + 1.0, 1.0)
     factor = tl.where(is_known & (scaled > LARGEST), TINY, factor)
-    tl.store(factors + t, factor)
+    tl.store(damping + t, factor)
     numel = tl.load(table + t * COLUMNS + 2)
     if (factor < 1.0) & (numel <= SMALL):
         source = pointers(gradients, t)

@@ -92,7 +92,7 @@ class PayloadCodec(Generic[Array]):
         def writer(row: int) -> int:
             return bucket.sender(row * bucket.writers + written) if rows else self._rank()
 
-        known = method.seed, bucket.place(position), self._committed() - ago
+        known = method.seed, bucket.identity_of(position), self._committed() - ago
         return Key(*known, self._rank, writer)
 
     def new_payload(self, bucket: BucketPlan) -> Array:
@@ -196,7 +196,7 @@ class PayloadCodec(Generic[Array]):
     def _measure(self, bucket: BucketPlan, position: int, values: Array) -> None:
         """Compute the method's own measures of one piece of e + g, except in an owner's bucket."""
         piece = bucket.tensors[position]
-        if piece.numel and bucket.leg != "gather":
+        if piece.numel and bucket.direction != "gather":
             found = codec_of(bucket).measure(self.ops, bucket, piece, values)
             self.measures.add(bucket, found)
 
