@@ -187,7 +187,7 @@ MUTATIONS = (
     ),
     Mutation(
         "updates",
-        "return momentum * of.momentum + (1.0 - phi * of.loss) * g",
+        "return momentum * of.momentum + (1.0 - phi * of.cut) * g",
         "return momentum * of.momentum + (1.0 - phi) * g",
         "tests/unit/test_updates.py",
     ),
@@ -211,7 +211,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ops",
-        "return torch.where(is_over, edge - g, residual), rest",
+        "return torch.where(exceeds, edge - g, residual), rest",
         "return residual, rest",
         "tests/contract/test_ops.py",
     ),

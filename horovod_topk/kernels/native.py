@@ -103,7 +103,7 @@ def _type_of(declaration: str) -> type | None:
     return TYPES[declaration.split()[0]]
 
 
-class Sgd(ctypes.Structure):
+class SgdFields(ctypes.Structure):
     """`topkef_sgd` of cpu/topkef.h."""
 
     _fields_ = tuple(
@@ -111,7 +111,7 @@ class Sgd(ctypes.Structure):
     )
 
 
-class Adam(ctypes.Structure):
+class AdamFields(ctypes.Structure):
     """`topkef_adam` of cpu/topkef.h."""
 
     _fields_ = tuple(
@@ -124,10 +124,10 @@ class Adam(ctypes.Structure):
 
 
 class _Numbers(ctypes.Union):
-    _fields_ = (("sgd", Sgd), ("adam", Adam))
+    _fields_ = (("sgd", SgdFields), ("adam", AdamFields))
 
 
-class Update(ctypes.Structure):
+class UpdateFields(ctypes.Structure):
     """`topkef_update` of cpu/topkef.h."""
 
     _fields_ = (

@@ -18,7 +18,7 @@ from horovod_topk.tensorflow.gradients import is_sparse
 from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
-from horovod_topk.updates.tensorflow import Numbers, update, wide
+from horovod_topk.updates.tensorflow import StepNumbers, update, wide
 from horovod_topk.updates.tracker import Rule
 
 Pairs = Sequence[tuple[Any, Any]]  # gradients and their variables
@@ -153,15 +153,15 @@ def _square_of(optimizer: Any, variable: Any) -> Any:
     return None if slot is None else tf.convert_to_tensor(unwrap(slot))
 
 
-def _numbers_of(optimizer: Any) -> Numbers:
+def _numbers_of(optimizer: Any) -> StepNumbers:
     """The numbers of an optimizer's next update."""
     rate = rate_of(optimizer)
     if is_sgd(optimizer):
         momentum = wide(_number(optimizer, "momentum"))
-        return Numbers.of_sgd(momentum, rate, nesterov=bool(optimizer.nesterov))
+        return StepNumbers.of_sgd(momentum, rate, nesterov=bool(optimizer.nesterov))
     betas = wide(_number(optimizer, "beta_1")), wide(_number(optimizer, "beta_2"))
     step = wide(tf.convert_to_tensor(optimizer.iterations)) + 1.0
-    return Numbers.of_adam(betas, step, rate, optimizer.epsilon)
+    return StepNumbers.of_adam(betas, step, rate, optimizer.epsilon)
 
 
 def _number(optimizer: Any, name: str) -> Any:

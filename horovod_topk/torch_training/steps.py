@@ -418,7 +418,7 @@ class Unapplied:
         self._own = vars(optimizer)  # the instance's own attributes
         self._before = counts.steps, counts.unapplied
         self._ended: deque[str] = deque(maxlen=LOOKED_AT)
-        self._is_over = takes_back(optimizer)  # two exchanges a step are no fault
+        self._has_ended = takes_back(optimizer)  # two exchanges a step are no fault
 
     def note(self, how: str) -> str:
         """Count the exchanges that have ended since the last call.
@@ -429,13 +429,13 @@ class Unapplied:
             The text of a warning, once; else it is empty.
         """
         before, self._before = self._before, (self._counts.steps, self._counts.unapplied)
-        if self._is_over or before == self._before:
+        if self._has_ended or before == self._before:
             return ""
         applied, unapplied = (now - then for now, then in zip(self._before, before, strict=True))
         self._ended.extend([APPLIED] * applied + [how] * unapplied)
         missed = [each for each in self._ended if each != APPLIED]
-        self._is_over = len(missed) >= MANY
-        return self._text(missed) if self._is_over else ""
+        self._has_ended = len(missed) >= MANY
+        return self._text(missed) if self._has_ended else ""
 
     def _text(self, missed: list[str]) -> str:
         replaced = ""

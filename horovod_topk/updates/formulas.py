@@ -139,7 +139,7 @@ class Sgd:
 
 
 def cut_of(decay: Any) -> Any:
-    """loss = 1/2 (lr / largest lr so far)^2."""
+    """cut = 1/2 (lr / largest lr so far)^2."""
     return CUT * decay**2
 
 
@@ -156,7 +156,7 @@ def sgd(weight: Any, momentum: Any, g: Any, share: Any, of: Sgd) -> tuple[Any, A
 
 
 def sgd_total(momentum: Any, g: Any, share: Any, of: Sgd) -> Any:
-    """S = mu B + c g, c = 1 - loss phi'."""
+    """S = mu B + c g, c = 1 - cut phi'."""
     phi = share * share * (share * share)
     return momentum * of.momentum + (1.0 - phi * of.cut) * g
 

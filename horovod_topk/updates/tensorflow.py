@@ -26,19 +26,19 @@ from horovod_topk.updates.tracker import whole_sample
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepNumbers:
     """Numbers of one update of an optimizer, in float64."""
 
     gain: Any  # factor of gradients
     of: Sgd | Adam  # without SGD's loss, which each tensor has
 
     @classmethod
-    def of_sgd(cls, momentum: Any, rate: Any, *, nesterov: bool) -> Numbers:
+    def of_sgd(cls, momentum: Any, rate: Any, *, nesterov: bool) -> StepNumbers:
         """Numbers of Keras' SGD."""
         return cls(-rate, Sgd(momentum, -1.0, 0.0, nesterov, cut=0.0))
 
     @classmethod
-    def of_adam(cls, betas: tuple[Any, Any], step: Any, rate: Any, eps: float) -> Numbers:
+    def of_adam(cls, betas: tuple[Any, Any], step: Any, rate: Any, eps: float) -> StepNumbers:
         """Numbers of Keras' Adam in step t; all but eps are [] float64."""
         of = formulas.adam_of(betas, step, rate, (0.0, 0.0), eps, _VERBS)
         return cls(1.0, replace(of, eps=of.eps * of.scale))
@@ -57,7 +57,7 @@ class Codes:
     FILL = 2  # all elements arrive
 
 
-class Stretch(Protocol):
+class VariableStretch(Protocol):
     """A stretch of a flat tf.Variable, of one tensor's elements."""
 
     @property
@@ -83,7 +83,9 @@ class Stretch(Protocol):
 class UpdateInputs:
     """What the update of some tensors needs of the last step's exchange."""
 
-    codes: Sequence[Stretch]  # of tf.Variables of uint8: phi of elements, which the update writes
+    codes: Sequence[
+        VariableStretch
+    ]  # of tf.Variables of uint8: phi of elements, which the update writes
     damping: Any  # Adam's c of both classes, [n, 2]; None: with SGD
     cuts: Any  # SGD's loss of elements that always arrive, [n] float64; None: with Adam
     does: Any  # one of `Codes`, [] int32
@@ -99,7 +101,7 @@ def update(
     gradients: Sequence[Any],
     variables: Sequence[Any],
     slots: Sequence[Sequence[Any]],
-    numbers: Numbers,
+    numbers: StepNumbers,
     known: UpdateInputs,
 ) -> None:
     """Update variables of one dtype, their slots and their codes.
@@ -147,7 +149,7 @@ def _update_one(
     gradient: Any,
     variable: Any,
     slots: Sequence[Any],
-    numbers: Numbers,
+    numbers: StepNumbers,
     known: UpdateInputs,
 ) -> None:
     """Update one variable by TensorFlow's operations."""
@@ -212,7 +214,7 @@ def _after(
 def _rms(weight: Any) -> Any:
     """Root mean square of a sample of a variable's elements."""
     sample = whole_sample(weight.shape.num_elements())
-    sums = TensorFlowOps().energies_of([Buffer(weight)], None, (sample.place,), weight.dtype.name)
+    sums = TensorFlowOps().energies_of([Buffer(weight)], None, (sample.whole,), weight.dtype.name)
     return tf.sqrt(sums.value[0] / sample.size)
 
 

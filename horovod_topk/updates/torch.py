@@ -49,7 +49,7 @@ def update(updates: Sequence[Update]) -> None:
         (fit.setdefault(each.weight.element_size(), []) if fits else rest).append(each)
     for size, some in fit.items():
         assert library is not None
-        records = (native.Update * len(some))(*map(_record, some))
+        records = (native.UpdateFields * len(some))(*map(_record, some))
         library.topkef_update_all(records, None, len(some), size, torch.get_num_threads())
     for ours, some in lists.by_kernels(rest, _tensors):
         if ours is not None:
@@ -107,7 +107,7 @@ def _measure_weights(updates: Sequence[Update]) -> None:
     for (device, dtype), some in alike.items():
         weights = [each.weight for each in some]
         samples = [whole_sample(each.weight.numel()) for each in some]
-        places = tuple(sample.place for sample in samples)
+        places = tuple(sample.whole for sample in samples)
         ours = triton.for_lists(device.type)
         if ours is not None and ours.suit(weights):
             roots = ours.rms(weights, places)
@@ -131,18 +131,18 @@ def _fits(each: Update) -> bool:
     )
 
 
-def _record(each: Update) -> native.Update:
+def _record(each: Update) -> native.UpdateFields:
     """What the CPU kernel gets of a tensor."""
     moments = [moment.data_ptr() for moment in each.moments] + [0, 0]
     places = each.gradient.data_ptr(), each.weight.data_ptr(), *moments[:3]
     own = each.codes.data_ptr(), each.weight.numel(), -1.0 if each.maximize else 1.0
     pair, rms = each.damping, each.rms
     arrays = own[0], 0 if pair is None else pair.data_ptr(), 0 if rms is None else rms.data_ptr()
-    made = native.Update(*places, *arrays, *own[1:])
+    made = native.UpdateFields(*places, *arrays, *own[1:])
     if isinstance(each.numbers, Adam):
-        made.numbers.adam = native.Adam(*vars(each.numbers).values())
+        made.numbers.adam = native.AdamFields(*vars(each.numbers).values())
     else:
-        made.numbers.sgd = native.Sgd(*vars(each.numbers).values())
+        made.numbers.sgd = native.SgdFields(*vars(each.numbers).values())
     for tensor in (each.weight, *each.moments):
         note_writing(tensor)
     return made

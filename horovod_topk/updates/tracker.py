@@ -414,7 +414,7 @@ class TensorSample:
         return self.size / self.numel
 
     @cached_property
-    def place(self) -> Place:
+    def whole(self) -> Place:
         """Where the sample of a whole tensor is that has arrays of its own."""
         return 0, 0, self.numel, *self.pick
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -108,3 +109,42 @@ def test_settings_page_names_every_setting() -> None:
     settings = inspect.signature(adapter.TopKEF).parameters
     assert len(settings) == 14
     assert not {name for name in settings if f"| `{name}` |" not in page}
+
+
+def names_of(source: str) -> set[str]:
+    """Names that a module gives to functions, classes, arguments, fields and constants."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.isupper():
+            found.add(node.id)
+    return {name.lstrip("_") for name in found}
+
+
+def test_words_that_the_architecture_replaces_are_gone() -> None:
+    rows = re.findall(
+        r"^\| [^|]+ \| [^|]+ \| (\w+) \|$", _text(ROOT / "docs/architecture.md"), re.M
+    )
+    assert {"leg", "is_over"} <= {*rows}
+    assert names_of("def f(leg):\n  self._turn = LOSS = 1") >= {"f", "leg", "turn", "LOSS"}
+    rooms = "core", "methods", "updates", "torch", "torch_training", "ddp", "tensorflow"
+    paths = [path for room in rooms for path in (ROOT / "horovod_topk" / room).rglob("*.py")]
+    found = {str(path): names_of(path.read_text()) & {*rows} for path in paths}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_a_class_of_the_core_has_a_name_of_its_own() -> None:
+    rooms = "core", "methods", "updates", "ops", "kernels", "torch_training"
+    named: dict[str, list[str]] = {}
+    for path in (each for room in rooms for each in (ROOT / "horovod_topk" / room).rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                named.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in named.items() if len(files) > 1} == {}

@@ -150,7 +150,7 @@ class Schedule:
             committed: number of committed steps.
             decided: position of the level that the schedule has decided on; -1: no decision.
             asked: position of the ratio that a user asked for; -1: none was asked for.
-            is_over: whether the guard has ended compression.
+            has_ended: whether the guard has ended compression.
             is_trial: whether the guard tries a dense step.
             where: returns the second argument if the first is true, else the third.
         """

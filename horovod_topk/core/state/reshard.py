@@ -91,7 +91,7 @@ def rescaling(reduction: str, before: int, after: int) -> float:
     return _share(reduction, before) / _share(reduction, after)
 
 
-class _Part:
+class _SavedShards:
     """The shard that an owner has of a tensor's blocks."""
 
     def __init__(self, name: str, owned: StateDict) -> None:
@@ -118,9 +118,9 @@ class _Part:
         return ops.global_index(ops.arange(count, "cpu"), self._parts, self._first)
 
 
-def _parts_of(owned: StateDict) -> Iterator[tuple[str, _Part, Any]]:
+def _parts_of(owned: StateDict) -> Iterator[tuple[str, _SavedShards, Any]]:
     for name, e in owned.get("residuals", {}).items():
-        yield name, _Part(name, owned), e
+        yield name, _SavedShards(name, owned), e
 
 
 def _share(reduction: str, ranks: int) -> float:
