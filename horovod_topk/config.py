@@ -53,7 +53,7 @@ REMOVED = {
     "nesterov": "Pass a pair: momentum=(0.9, 'nesterov')",
     "probe_every": "Call TopKEF.of(optimizer).probe(every=100) on every rank, in PyTorch",
     "commit_dir": "Pass commit_dir= to the elastic state, as in TorchState(..., commit_dir=...)",
-}  # setting of older versions -> what to write instead
+}  # setting as users gave it in older versions -> what to write instead
 
 
 Stretches = tuple[tuple[int, float], ...]

@@ -25,7 +25,7 @@ import horovod_topk
 from horovod_topk.torch import TopKEF
 
 ROOT = Path(horovod_topk.__file__).parent
-ONCE = "Compressor._begin_step"  # what is called below it is done once a step
+ONCE = "StepRunner._begin_step"  # what is called below it is done once a step
 LATER = 20  # steps after which TopKEF does not look for a GradScaler any more
 
 

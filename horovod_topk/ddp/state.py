@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk import reporting
 from horovod_topk.core.run.attached import Attached
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, STEPS
 from horovod_topk.ddp.hooks import Hooks
 from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_optimizer, check_trained
@@ -292,7 +292,7 @@ def _states_of(model: Any) -> list[DDPState]:
     return [state for state in states if isinstance(state, DDPState)]
 
 
-def inherited(before: Compressor[Tensor], own: Mapping[str, Any]) -> dict[str, Any]:
+def inherited(before: StepRunner[Tensor], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state dict with which the compression of a new optimizer begins.
 
     The new one inherits the residuals of ranks and owners, and the method's own state. Momentum,

@@ -367,7 +367,7 @@ class Codec(Method):
     ) -> Sequence[Array]:
         """Measure a piece of e + g before it is encoded: [1] float32 for each of `measured`.
 
-        Other ranks are told the sums over all pieces. Empty: the piece counts for nothing.
+        Other ranks get the sums over all pieces. Empty: the piece counts for nothing.
         """
         return ()
 

@@ -168,9 +168,9 @@ class TrackerKernels:
         after it, flat. states: arrays with two numbers for each gradient: what sums over samples
         are multiplied by, first those of one class; then of both classes in turn, what D fades by,
         D, and D' to be written.
-    energies(gradients, arrivals, places, states, told, numbers): computes each gradient's energy E'
-        and factors c. states: as above, of E; then the largest share of E that counts as gained,
-        and c to be written. told: rows of bytes: D' of each rank, float32. numbers: what gradients
+    energies(gradients, arrivals, places, states, sent, numbers): computes each gradient's energy E'
+        and damping c. states: as above, of E; then the largest share of E that counts as gained,
+        and c to be written. sent: rows of bytes: D' of each rank, float32. numbers: what gradients
         are multiplied by, the number of ranks, and the least c.
     spikes(gradients, places, scales, gain, means, factors, numbers): finds gradients that are
         suddenly large, and limits them. Other arrays have a number for each: what sums of squares

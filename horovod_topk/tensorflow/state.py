@@ -335,7 +335,7 @@ def _step(
     run = state.step(plan, cached.name, rates, moments, moves=moves)
     timer = state.timer
     timer.begin()
-    run.switch_level()
+    run.update_measures()
     for ordinal, own in of.items():
         timer.note_ready([array.value for array in own])
         run.begin(ordinal, own)

@@ -20,7 +20,7 @@ from horovod.torch.optimizer import split_list
 from torch import Tensor
 
 from horovod_topk.core.exchange.membership import check_steps_kept, elastic
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.run.seams import reduction_of
 from horovod_topk.errors import ConfigError, ShapeChangedError
 from horovod_topk.torch.collective import HorovodCollective
@@ -225,7 +225,7 @@ def _trained(optimizer: Any) -> list[Tensor]:
 # Sparse gradients.
 
 
-def _check_may_leave(name: str, compressor: Compressor[Tensor]) -> None:
+def _check_may_leave(name: str, compressor: StepRunner[Tensor]) -> None:
     """Refuse a sparse gradient to which a setting would not apply, or with a residual.
 
     Raises:

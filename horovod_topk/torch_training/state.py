@@ -24,7 +24,7 @@ from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.run.attached import Attached
 from horovod_topk.core.run.base_compressor import BaseCompressor
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.run.stats import Stats, describe
 from horovod_topk.core.run.timing import Timed
 from horovod_topk.methods.protocol import Method
@@ -72,7 +72,7 @@ class TrainingCompressor(BaseCompressor):
         return list(self._states)
 
 
-class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
+class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
     """Error feedback of one optimizer; `Attached` has the methods for users.
 
     Args:
@@ -222,14 +222,14 @@ def _compressor_of(
     rule: Rule | None,
     name: tuple[str, int],
     collective: Timed[Tensor],
-) -> Compressor[Tensor]:
+) -> StepRunner[Tensor]:
     """Select the exchange of a plan, and allocate memory."""
     ops, held, followers = TorchOps(), weakref.ref(optimizer), None
     exchange, full = exchange_of(plan, ops, collective), f"{name[0]}.{name[1]}"
     if rule is not None:
         followers = Tracker(rule, ops, lambda: moments(held(), names))
     shared = plan, ops, PayloadCodec(ops), exchange, full, collective.timer
-    made = Compressor(*shared, followers)
+    made = StepRunner(*shared, followers)
     made.rates = settings.optimizer_rates(optimizer, plan.config, names)
     made.frozen = partial(settings.frozen, held, names)
     log.info("TopKEF %s: %s, %s", full, plan.summary(), describe(exchange))

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD
 
-from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.core.run.counting import Counting
 from horovod_topk.core.run.optimizers import kind_of, warn_of_clipping
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.torch_training import optimizer_settings as settings
 from horovod_topk.torch_training.gradients import Buckets, Use
@@ -56,7 +56,7 @@ class Hooks(abc.ABC):
     def __init__(
         self,
         optimizer: Any,
-        compressor: Compressor[Tensor],
+        compressor: StepRunner[Tensor],
         buckets: Buckets,
         preprocessing: Preprocessing | None,
         updates: Updates | None,

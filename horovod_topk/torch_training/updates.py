@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from horovod_topk.core.exchange.membership import elastic
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.errors import ConfigError
 from horovod_topk.ops.coding import ALWAYS
 from horovod_topk.torch_training.optimizer_settings import betas_of, not_a_number, number_in
@@ -35,7 +35,7 @@ class Updates:
         compressor: the compressor of their gradients.
     """
 
-    def __init__(self, names: Mapping[Any, str], compressor: Compressor[Tensor]) -> None:
+    def __init__(self, names: Mapping[Any, str], compressor: StepRunner[Tensor]) -> None:
         self._names, self._compressor = names, compressor
         self._is_new, self._was_dense = True, False  # before the first step; after a dense one
         # Of the step that has begun:
@@ -106,7 +106,7 @@ class Updates:
             update([each for _, each in found])
 
     def _arrived(self) -> Iterator[tuple[str, tuple[Tensor, Tensor | None, float]]]:
-        """Codes of phi, Adam's damping and SGD's loss of the last step, by tensor name."""
+        """Codes of phi, Adam's damping and SGD's cut of the last step, by tensor name."""
         compressor, config = self._compressor, self._compressor.plan.config
         for follower, committed in compressor.step.followers():
             assert isinstance(follower, SgdFollower | AdamFollower)

@@ -111,7 +111,7 @@ def update(
         variables: tf.Variables.
         slots: the optimizer's of each variable: SGD's momentum, or Adam's two or three moments.
         numbers: those of the update.
-        known: what the exchange has told.
+        known: what the update needs of the exchange.
     """
     operations = find_operations()
     on_cpu = not any("GPU" in variable.device for variable in variables)

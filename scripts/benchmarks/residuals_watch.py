@@ -22,7 +22,7 @@ from torch import Tensor
 
 from horovod_topk.cli.compare.simulated.exchanges import Compressed, Gradients
 from horovod_topk.core.exchange import Traffic
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 
 
 def stich(delta: float) -> float:
@@ -114,11 +114,11 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors))
 
 
-def _residuals(compressor: Compressor[Tensor], names: Iterable[str]) -> list[Tensor]:
+def _residuals(compressor: StepRunner[Tensor], names: Iterable[str]) -> list[Tensor]:
     return [compressor.registry.residual(name) for name in names]
 
 
-def _owned(compressor: Compressor[Tensor]) -> float:
+def _owned(compressor: StepRunner[Tensor]) -> float:
     if compressor.owned is None:
         return 0.0
     return norm_of(arenas.residual for arenas in compressor.owned.all_arenas())

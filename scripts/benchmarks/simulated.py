@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from horovod_topk.cli.compare.simulated.exchanges import Compressed, compressed
 from horovod_topk.core.plan.buckets import TensorSpec
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.run.substitute import parse
 
 RANKS = 2
@@ -93,7 +93,7 @@ class Training:
         assert self.exchange is not None
         return [self.exchange.compressors[0].residual(name) for name in self.model]
 
-    def _buckets(self, rank: int) -> Iterator[tuple[Compressor[Tensor], int, list[Tensor]]]:
+    def _buckets(self, rank: int) -> Iterator[tuple[StepRunner[Tensor], int, list[Tensor]]]:
         assert self.exchange is not None
         for ordinal, bucket in self.exchange.in_buckets(self.gradients[rank]).items():
             yield self.exchange.compressors[rank], ordinal, bucket

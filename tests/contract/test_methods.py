@@ -247,7 +247,7 @@ REFUSED: list[tuple[type[Method], str, list[dict[str, Any]]]] = [  # class, mess
     (Threshold, "relative", [{"relative": 1}]),
     (Threshold, "max_ratio", [{"max_ratio": each} for each in (0.0, 1.5)]),
     (Threshold, "values", [{"values": "int3"}]),
-    (Threshold, "indices", [{"indices": "none"}]),
+    (Threshold, "values", [{"indices": "none"}]),
     (Threshold, "schedule", [{"schedule": 3}]),
 ]
 

@@ -21,7 +21,7 @@ from horovod_topk.core.exchange.agreement import agree
 from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.numpy import NumpyOps
 
@@ -43,7 +43,7 @@ def train(collective: Collective[Any], kind: str = "allgather") -> dict[str, NDA
     ops = NumpyOps()
     ordinal = agree(plan, 0, ops, collective)
     exchange = make_exchange(kind, collective, pairs(collective.size))
-    compressor = Compressor(plan, ops, PayloadCodec(ops), exchange, f"oracle.{ordinal}")
+    compressor = StepRunner(plan, ops, PayloadCodec(ops), exchange, f"oracle.{ordinal}")
     result = dict[str, NDArray[Any]]()
     for step in range(STEPS):
         exchanged = _step(compressor, _gradients(collective.rank, step))
@@ -67,7 +67,7 @@ def _gradients(rank: int, step: int) -> dict[str, NDArray[Any]]:
 
 
 def _step(
-    compressor: Compressor[NDArray[Any]], gradients: dict[str, NDArray[Any]]
+    compressor: StepRunner[NDArray[Any]], gradients: dict[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
     buckets = {
         bucket.ordinal: [gradients[t.spec.name] for t in bucket.tensors]

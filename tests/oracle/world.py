@@ -14,7 +14,7 @@ from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.plan.nodes import Nodes
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.state.residual import ResidualRegistry
 from horovod_topk.updates.tracker import Moments, Tracker
 from oracle import wire
@@ -144,7 +144,7 @@ class World:
             {name: index for part in parts for name, index in part.chosen.items()},
         )
 
-    def _compressor(self, rank: int, name: str) -> Compressor[Any]:
+    def _compressor(self, rank: int, name: str) -> StepRunner[Any]:
         ops = self.backend.ops
         collective = self.network.collective(rank)
         kind, because = self.plan.config.exchange, ""
@@ -155,7 +155,7 @@ class World:
         )
         rule: Any = self.plan.update_rule
         follower = None if rule is None else Tracker(rule, ops, lambda: self.moments)
-        return Compressor(self.plan, ops, PayloadCodec(ops), exchange, name, followers=follower)
+        return StepRunner(self.plan, ops, PayloadCodec(ops), exchange, name, followers=follower)
 
     def _to_arrays(self, gradients: Gradients) -> dict[str, Any]:
         array = self.backend.array

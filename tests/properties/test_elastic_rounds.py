@@ -25,7 +25,7 @@ from horovod_topk.core.control.schedule import Clock
 from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.run.attached import Attached
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.state.learning_rates import Rates
 from horovod_topk.elastic import Manager
 from horovod_topk.methods import METHODS
@@ -78,7 +78,7 @@ class _Fallible:
         return self.pending.wait()
 
 
-class Rank(Attached[Compressor[Any]]):
+class Rank(Attached[StepRunner[Any]]):
     """One process: a real compressor and its manager."""
 
     rate = 0.1  # learning rate
@@ -99,7 +99,7 @@ class Rank(Attached[Compressor[Any]]):
         plan = make_plan(SPECS, self.method, update_rule=self.rule)
         follower = None if self.rule is None else Tracker(self.rule, ops)
         exchange = make_exchange(self.method.exchange, place, in_rounds=self.method.in_rounds)
-        self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, "job", followers=follower)
+        self._state = StepRunner(plan, ops, PayloadCodec(ops), exchange, "job", followers=follower)
         if self.method.follow_lr:
             self._state.rates = Rates(lambda: {spec.name: self.rate for spec in SPECS})
         assert self.manager is not None

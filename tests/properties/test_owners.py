@@ -336,7 +336,7 @@ def test_a_node_sends_less_than_its_ranks_would() -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("leg", ["scatter", "gather"])
+@pytest.mark.parametrize("direction", ["scatter", "gather"])
 def test_a_damaged_payload_to_or_from_an_owner_names_the_rank(
     backend: Backend, direction: str
 ) -> None:

@@ -15,7 +15,7 @@ from horovod_topk.core.exchange import meeting
 from horovod_topk.core.plan import facts
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.payload import facts_within, wrong_length
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.errors import (
     ConfigError,
     MissingRanksError,
@@ -66,25 +66,25 @@ def refusals(world: World, step: int) -> list[str]:
     return found
 
 
-def load_earlier(rank: Compressor[Any], saved: dict[str, Any]) -> None:
+def load_earlier(rank: StepRunner[Any], saved: dict[str, Any]) -> None:
     rank.load_state_dict(saved)
 
 
-def load_other_arrivals(rank: Compressor[Any], saved: dict[str, Any]) -> None:
+def load_other_arrivals(rank: StepRunner[Any], saved: dict[str, Any]) -> None:
     state = rank.state_dict()
     arrivals = state["state.arrivals"]["residuals"]
     arrivals["a"] = arrivals["a"] * 0.5
     rank.load_state_dict(state)
 
 
-def skip_a_step(rank: Compressor[Any], saved: dict[str, Any]) -> None:
+def skip_a_step(rank: StepRunner[Any], saved: dict[str, Any]) -> None:
     rank.counter.committed -= 1  # as after a step() that was left out
 
 
 STEPS = r"the number of committed steps \(modulo 1,024\): 2 on {others}, 1 on {odd}"
 PARTED = STATES + ": one on {others}, one on {odd}"
 LEVEL = "the ratio of this step: that of the settings on {others}, 1 level above on {odd}"
-ACTS: dict[str, tuple[Callable[[Compressor[Any], dict[str, Any]], None], str]] = {
+ACTS: dict[str, tuple[Callable[[StepRunner[Any], dict[str, Any]], None], str]] = {
     "set_ratio": (lambda rank, _: rank.set_ratio(1.0), LEVEL),
     "probe": (lambda rank, _: rank.probe_every(5), PARTED),
     "load": (load_earlier, STEPS),

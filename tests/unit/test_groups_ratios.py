@@ -144,7 +144,7 @@ def test_a_bucket_minds_the_ratios_of_its_own_tensors_alone() -> None:
     assert "head.weight" not in both.without(HEAD.name).own_ratios()
 
 
-@pytest.mark.parametrize("leg", ["scatter", "gather"])
+@pytest.mark.parametrize("direction", ["scatter", "gather"])
 def test_owners_send_the_same_share(direction: str) -> None:
     plan = plan_of(RULES, exchange="sharded", gather_ratio=0.1)
     total = dict.fromkeys(sent(plan), 0)

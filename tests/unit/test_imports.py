@@ -317,7 +317,7 @@ def loaded_frameworks(statement: str, package: Path = PACKAGE) -> set[str]:
 def test_the_core_loads_no_framework_and_no_numpy() -> None:
     files = (path.relative_to(PACKAGE.parent) for path in (PACKAGE / "core").rglob("*.py"))
     core = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files]
-    assert "horovod_topk.core.run.compressor" in core
+    assert "horovod_topk.core.run.runner" in core
     modules = ["horovod_topk", "horovod_topk.config", "horovod_topk.errors", "horovod_topk.ops"]
     assert loaded_frameworks(f"import {', '.join([*modules, *core])}") == set()
 
@@ -338,7 +338,7 @@ def test_the_test_above_can_fail(tmp_path: Path, module: str) -> None:
     shutil.copytree(PACKAGE, spoilt, ignore=shutil.ignore_patterns("__pycache__"))
     with (spoilt / module).open("a") as file:
         file.write("\nimport numpy\n")
-    assert loaded_frameworks("import horovod_topk.core.run.compressor", spoilt) == {"numpy"}
+    assert loaded_frameworks("import horovod_topk.core.run.runner", spoilt) == {"numpy"}
 
 
 # What a file asks for

@@ -12,7 +12,7 @@ from oracle.world import World
 from horovod_topk.core.control.schedule import Schedule
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.run.base_compressor import BaseCompressor
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.methods.topk import TopK
 
@@ -107,7 +107,7 @@ def test_settings_of_a_level() -> None:
     assert Schedule(TopK(0.01)).settings(1.0).ratio_back == 1.0
 
 
-def compressor(**settings: Any) -> Compressor[Any]:
+def compressor(**settings: Any) -> StepRunner[Any]:
     plan = make_plan([TensorSpec("w", (50,), "float32")], TopK(0.1, **settings))
     return World(plan, 2, NUMPY).ranks[0]
 

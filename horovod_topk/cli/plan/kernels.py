@@ -14,7 +14,7 @@ from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.plan.buckets import BUCKET_ELEMENTS, TensorSpec, make_plan
-from horovod_topk.core.run.compressor import Compressor
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.cost.machine import Kernels
 from horovod_topk.cost.strategies import Multiples
@@ -72,7 +72,7 @@ def multiples(framework: Framework, config: Method) -> Multiples:
     triad = seconds(framework.triad(BUCKET_ELEMENTS)) * bucket.numel / BUCKET_ELEMENTS  # uncached
     if config.in_rounds:
         exchange = make_exchange("reduce", Loopback(1, ops).collective(0), in_rounds=True)
-        compressor = Compressor(plan, ops, codec, exchange, "topkef.plan")
+        compressor = StepRunner(plan, ops, codec, exchange, "topkef.plan")
 
         def step() -> None:
             gradient = [framework.gradient(bucket.numel)]

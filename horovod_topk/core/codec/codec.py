@@ -265,7 +265,7 @@ class PayloadCodec(Generic[Array]):
             PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         if bucket.tensor_measures:
-            self.measures.read_told(bucket, gathered)
+            self.measures.read_tensor_numbers(bucket, gathered)
         kernel = self.kernels.decoder(bucket)
         if kernel is not None:
             flags = self._validate(bucket, gathered, {})
@@ -320,7 +320,7 @@ class PayloadCodec(Generic[Array]):
         return self.ops.validate(gathered, width, bucket.layout.body_at, facts, check, count)
 
     def mask(self, arenas: Arenas[Array], payload: Array, own: Velocities[Array]) -> None:
-        """Set the velocities of the elements that a payload sends to 0; see `core.momentum`."""
+        """Set the velocities of sent elements to 0; see `core.codec.momentum`."""
         ops, bucket = self.ops, arenas.plan
         for position, each in self._read(bucket, payload, rows=False).items():
             if each.index is not None:

@@ -63,8 +63,8 @@ class MeasureStore(Generic[Array]):
 
     Attributes:
         arrived: the measures of all ranks that arrived last with each bucket, by its ordinal.
-        told: the numbers of `tell` that arrived last, by the bucket's ordinal: bytes of float32, a
-            row a rank.
+        tensor_numbers: the numbers of `set_tensor_numbers` that arrived last, by the bucket's
+            ordinal: bytes of float32, a row a rank.
     """
 
     def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
@@ -156,7 +156,7 @@ class MeasureStore(Generic[Array]):
             last = ops.pack_values(own.of_tensors(), "float32")
             ops.store(data, at + wire.MEASURE * len(given), last)
 
-    def read_told(self, bucket: BucketPlan, gathered: Array) -> None:
+    def read_tensor_numbers(self, bucket: BucketPlan, gathered: Array) -> None:
         """Read the numbers that a bucket's payloads carry for each tensor."""
         count, width = bucket.tensor_measures, bucket.layout.payload_bytes // bucket.writers
         at = wire.HEADER_BYTES + wire.MEASURE * (len(bucket.measures) - count)

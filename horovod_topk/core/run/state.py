@@ -1,10 +1,11 @@
 """Error-feedback state of one optimizer, by tensor name: it is saved, loaded and reset here.
 
-A `State` has up to three parts: this rank's residuals, the owner's residuals and the velocities of
-momentum correction. It also has the number of committed steps and the ratio that a user asked for,
-which give the ratio level of each step, and the learning rates in whose units residuals are.
-Adapters store the arrays: PyTorch in arenas, TensorFlow in variables. Some adapters learn of their
-tensors only when gradients come. Until then the state keeps what was loaded for these tensors.
+A `State` has named states: this rank's residuals, the owner's residuals, the velocities of momentum
+correction, and those of the method and of the optimizer's update. It also has the number of
+committed steps and the ratio that a user asked for, which give the ratio level of each step, and
+the learning rates in whose units residuals are. Adapters store the arrays: PyTorch in arenas,
+TensorFlow in variables. Some adapters learn of their tensors only when gradients come. Until then
+the state keeps what was loaded for these tensors.
 """
 
 from __future__ import annotations

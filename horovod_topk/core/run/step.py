@@ -115,7 +115,7 @@ class Step(Generic[Array]):
             for name in self._buckets[ordinal].plan.names(self._buckets[ordinal].flags)
         )
 
-    def switch_level(self) -> None:
+    def update_measures(self) -> None:
         """Update the host's measures in the payloads, before a step's first bucket begins."""
         first = min(self._buckets, default=-1)
         if first < 0 or self._buckets[first].measures:

@@ -98,7 +98,7 @@ class Rates:
         self._present: Mapping[str, float] = {}
 
     def shared(self) -> tuple[float, ...]:
-        """Return the rates that `turn` has read, in the order of tensors: equal on all ranks.
+        """Return the rates that `rescalings` has read, in the order of tensors: equal on all ranks.
 
         A scheduler that drives a copy of the optimizer on some ranks leaves them different.
         """

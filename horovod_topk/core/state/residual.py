@@ -348,14 +348,14 @@ class Stretch(Generic[Array]):
 
 
 class ResidualRegistry(NamedState[Array]):
-    """`Part` in arenas, for all tensors of a plan. New residuals are zero.
+    """`NamedState` in arenas, for all tensors of a plan. New residuals are zero.
 
     Args:
         plan: the plan of all tensors.
         ops: operations on the arenas.
         holders: returns the plans whose arenas together hold a bucket's residuals: the bucket
             itself, one plan for each shard, or none where a rank keeps no residuals.
-        stored: `Part.stored`; the plan's tensors have to begin at multiples of its block.
+        stored: `NamedState.stored`; the plan's tensors have to begin at multiples of its block.
         in_place: whether residual and candidate are one array, which others write.
     """
 
@@ -400,7 +400,7 @@ class ResidualRegistry(NamedState[Array]):
                     factor = factors[tensor.spec.name]
                     arenas.rescale(tensor.start, tensor.stop, factor, self._ops)
 
-    def turn_to(self, plan: Plan) -> None:
+    def switch_plan(self, plan: Plan) -> None:
         """Switch to a plan of the same tensors in the same places; residuals stay in memory."""
         for bucket in plan.buckets:
             pairs = zip(self._arenas[bucket.ordinal], self._holders(bucket), strict=True)

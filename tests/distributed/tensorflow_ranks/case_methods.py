@@ -61,7 +61,7 @@ def test_a_bucket_of_which_some_rank_owns_nothing(owner: str) -> None:
 @pytest.mark.one_in(4)
 @WAYS
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("leg", range(4))
+@pytest.mark.parametrize("direction", range(4))
 def test_a_rank_that_cannot_read_a_payload_ends_the_step_for_all(
     direction: int, graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

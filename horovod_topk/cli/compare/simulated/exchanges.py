@@ -18,8 +18,8 @@ from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.plan.buckets import Plan, make_plan
 from horovod_topk.core.plan.nodes import Location, Nodes
-from horovod_topk.core.run.compressor import Compressor
 from horovod_topk.core.run.follower import Followers
+from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.run.substitute import Substitute
 from horovod_topk.core.state.learning_rates import Rates, fall_of
 from horovod_topk.methods import METHODS, Method
@@ -136,7 +136,7 @@ class Compressed:
         routes = [exchange_of(plan, wire, rank) for rank in range(ranks)]
         self._plan = plan
         self.compressors = [
-            Compressor(plan, ops, PayloadCodec(ops), route, "simulated", followers=followers)
+            StepRunner(plan, ops, PayloadCodec(ops), route, "simulated", followers=followers)
             for route in routes
         ]
         first, *others = self.compressors

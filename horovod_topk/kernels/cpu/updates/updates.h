@@ -12,7 +12,7 @@
 
 namespace {
 
-/* The code of phi' after a step: `codes_after` of formulas.py. Where an element arrives that is, before the step
+/* The code of phi' after a step: `AFTER` of formulas.py. Where an element arrives that is, before the step
  * is rounded, 255 (0.9 phi + 0.1)^(1/4): this polynomial in phi^(1/2) rounds to the same code for all 256 codes.
  * `root` is phi^(1/2) before the step. */
 template <class R>

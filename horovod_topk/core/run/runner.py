@@ -1,9 +1,9 @@
-"""`Compressor` runs one optimizer's steps and keeps its state in arenas, for PyTorch.
+"""`StepRunner` runs one optimizer's steps and keeps its state in arenas.
 
-The simulated ranks use it, too. It keeps residuals, owner's residuals and velocities in pairs of
-arenas, which a committed step swaps. It runs `core.run.step.Step` over them, and commits a
-step on the host unless a tensor was flagged. A launch after a finish begins a new step, and rolls
-back a step that was not committed.
+PyTorch's adapters and simulated ranks use it; TensorFlow keeps its state in variables. Residuals,
+owner's residuals and velocities are in pairs of arenas, which a committed step swaps. It runs
+`core.run.step.Step` over them, and commits a step on the host unless a tensor was flagged. A launch
+after a finish begins a new step, and rolls back a step that was not committed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WATCHED = 128  # the same, if the guard has the rule `residual`
 NARROW = 16  # the same, if values that are sent may saturate
 
 
-class Compressor(State[Array]):
+class StepRunner(State[Array]):
     """Error feedback of one optimizer, in arenas.
 
     Args:
@@ -204,7 +204,7 @@ class Compressor(State[Array]):
         self.plan = plan
         self.step.replan(plan)
 
-    def share_with(self, other: Compressor[Array]) -> None:
+    def share_with(self, other: StepRunner[Array]) -> None:
         """Use another rank's arrays of states that the optimizer's update writes.
 
         Simulated ranks have one optimizer.
@@ -293,10 +293,10 @@ class Compressor(State[Array]):
             self._codec.measures.state_facts(self.plan.buckets[0].ordinal, facts)
         level = self.ratio, self._adapts, self._next_exchange
         if level != self._level or self.rank_and_ranks != self._ranks:
-            self._turn_to(*level)
+            self._switch_level(*level)
         self.step.samples = self.steps % self._sampled == 0
         self._numbers[VERDICT] = self.guard.verdict
-        self.step.switch_level()
+        self.step.update_measures()
         if self._followers is not None:
             self._followers.begin_step()
         if self.step.probe is not None:
@@ -380,7 +380,7 @@ class Compressor(State[Array]):
             self._dense = dense_beside(self._usual)
         return self._dense
 
-    def _turn_to(self, ratio: float, adapts: bool, exchange: Exchange[Array]) -> None:
+    def _switch_level(self, ratio: float, adapts: bool, exchange: Exchange[Array]) -> None:
         """Switch to another ratio level, while no bucket is under way.
 
         A method's state keeps the layout that it has at the ratio of the settings.
@@ -398,7 +398,7 @@ class Compressor(State[Array]):
         self.plan = self.plan.under(settings, self.update_rule if adapts else None)
         for registry in self._registries.values():
             if registry not in self.states.values():
-                registry.turn_to(self.plan)
+                registry.switch_plan(self.plan)
         probe, self.step = self.step.probe, self._new_step()
         self.step.probe = probe
 
