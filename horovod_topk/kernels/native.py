@@ -196,7 +196,7 @@ class NativeBucket:
             (address * tensors)(*candidates),
             (address * count)(*payloads),
             None if correction is None else ctypes.byref(correction),
-            integers(keys),
+            integers(keys) if keys else None,
             threads,
         )
 

@@ -243,7 +243,7 @@ class VariableState(State[Array]):
         if self.states_facts:
             rate = None if rates is None else rates.rate
             stated = self.schedule_in_graphs.facts(plan.config.ratio, rate)
-            codec.measures.state_facts(plan.buckets[0].ordinal, Buffer(stated))
+            codec.measures.facts = {plan.buckets[0].ordinal: Buffer(stated)}
         committed = None
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()

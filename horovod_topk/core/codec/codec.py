@@ -13,20 +13,21 @@ all of it for a bucket at once, with bitwise the same result.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from horovod_topk.core.codec.kernels import KernelCache, codec_of
-from horovod_topk.core.codec.measures import MeasureStore, Rows, measures_in
+from horovod_topk.core.codec.measures import MeasureStore, Rows
 from horovod_topk.core.codec.momentum import correct
 from horovod_topk.core.codec.withheld import Opened, Withholding
 from horovod_topk.core.plan import facts
 from horovod_topk.core.plan import payload as wire
 from horovod_topk.core.plan.buckets import BucketPlan
 from horovod_topk.core.plan.payload import FACTS_AT, HEADER_BYTES
-from horovod_topk.core.state.residual import Arenas, Squares
+from horovod_topk.core.state.residual import Arenas, NarrowArenas, Squares
 from horovod_topk.errors import PayloadError
 from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import (
@@ -110,7 +111,8 @@ class PayloadCodec(Generic[Array]):
         layout, flags = bucket.layout, (1 << len(bucket.gradients)) - 1
         data = flags.to_bytes(layout.flags_bytes, "little")
         self.ops.store_bytes(payload, layout.flags_at, data)
-        self.measures.write_facts(bucket, payload)
+        if bucket.ordinal in self.measures.facts:
+            self.measures.write_facts(bucket, payload)
 
     def encode(
         self,
@@ -137,8 +139,15 @@ class PayloadCodec(Generic[Array]):
         squares: Sequence[Array | None] = (),
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients if the kernel can."""
-        opened = [self.withholding.open(each, gradients) for each in arenas]
-        kernels: list[Any] = [self.kernels.encoder(each.plan) for each in arenas]
+        limits, made = self.withholding.limits, self.kernels.encoders
+        opened = [
+            self.withholding.open(each, gradients)
+            if limits or isinstance(each, NarrowArenas)
+            else Opened(each, each)
+            for each in arenas
+        ]
+        plans = (each.plan for each in arenas)
+        kernels: list[Any] = [made.get(p.fingerprint) or self.kernels.encoder(p) for p in plans]
         first: object = kernels[0]
         if squares and all(each is None for each in squares):
             squares = ()
@@ -163,9 +172,15 @@ class PayloadCodec(Generic[Array]):
             if each.rests:
                 each.keep(self.ops)
         for each, payload in zip(opened, payloads, strict=True):
-            self.measures.write(each.own.plan, payload)
+            bucket = each.own.plan
+            if bucket.ordinal in self.measures.facts:
+                self.measures.write_facts(bucket, payload)
+            own = self.measures.own.get(bucket.ordinal)
+            if own is not None and bucket.measures and bucket.fingerprint not in own.written:
+                self.measures.write(bucket, own, payload)
         for each in opened:
-            each.own.narrow()
+            if isinstance(each.own, NarrowArenas):
+                each.own.narrow()
 
     def _encode_alone(
         self,
@@ -266,7 +281,7 @@ class PayloadCodec(Generic[Array]):
         """
         if bucket.tensor_measures:
             self.measures.read_tensor_numbers(bucket, gathered)
-        kernel = self.kernels.decoder(bucket)
+        kernel = self.kernels.decoders.get(bucket.fingerprint) or self.kernels.decoder(bucket)
         if kernel is not None:
             flags = self._validate(bucket, gathered, {})
             each = [flags[t.gradient] for t in bucket.tensors] if bucket.writers > 1 else flags
@@ -312,10 +327,9 @@ class PayloadCodec(Generic[Array]):
         sound = list[tuple[int, Array]]()
         for position, of_piece in read.items():  # by loops, as kernels read nothing here
             sound += [(position, each) for each in of_piece.sound]
-        stated = self.measures.facts_for(bucket)
-        own = {self._rank(): stated} if isinstance(stated, bytes) else {}
+        own = self.measures.facts.get(bucket.ordinal)
         positions, facts = zip(*sound, strict=True) if sound else ((), ())
-        check = partial(self._check, self.measures.arrived, bucket, positions, own)
+        check = partial(self._check, self.measures.arrived, bucket, positions, own, self._rank)
         count = len(bucket.gradients)
         return self.ops.validate(gathered, width, bucket.layout.body_at, facts, check, count)
 
@@ -448,7 +462,8 @@ class PayloadCodec(Generic[Array]):
         arrived: dict[int, Rows],
         bucket: BucketPlan,
         positions: Sequence[int],
-        own: dict[int, bytes],
+        own: Any,
+        rank: Callable[[], int],
         heads: list[bytes],
         answers: list[list[bool]],
     ) -> list[bool]:
@@ -458,15 +473,18 @@ class PayloadCodec(Generic[Array]):
             arrived: gets the bucket's measures.
             bucket: the bucket of the payloads.
             positions: positions of the pieces that `answers` are about.
-            own: this rank's facts, by its number; empty: a graph does not know them.
+            own: this rank's facts; not bytes: another bucket states them, or a graph does.
+            rank: returns this rank.
             heads: header and flags of each payload.
             answers: whether each rank's data of a piece is valid.
         """
         headers, layout = bucket.headers, bucket.layout
         begin, end, bits = layout.flags_at, layout.flags_at + layout.flags_bytes, 0
-        stated = {*own.values(), *(head[FACTS_AT:HEADER_BYTES] for head in heads)}
+        stated = {head[FACTS_AT:HEADER_BYTES] for head in heads}
+        stated |= {own} if isinstance(own, bytes) else set()
         if len(stated) > 1 and all(map(wire.is_payload, heads)):
-            of_ranks = {rank: int.from_bytes(each, "little") for rank, each in own.items()}
+            known = isinstance(own, bytes)
+            of_ranks = {rank(): int.from_bytes(own, "little")} if known else {}
             of_ranks |= {bucket.sender(p): wire.facts_of(heads[p]) for p in range(len(heads))}
             raise facts.mismatch(of_ranks)
         for position, head in enumerate(heads):
@@ -478,8 +496,12 @@ class PayloadCodec(Generic[Array]):
         for position, answer in zip(positions, answers, strict=True):
             if not all(answer) and not flags[bucket.tensors[position].gradient]:
                 raise PayloadCodec._damaged(bucket, position, answer.index(False))
-        measures = measures_in(bucket, heads)
-        if measures is not None:
+        if count := len(bucket.measures) - bucket.tensor_measures:
+            places = range(len(heads))
+            ranks = sorted(places, key=bucket.sender) if bucket.senders else places
+            measures = [
+                struct.unpack_from(f"<{count}f", heads[rank], HEADER_BYTES) for rank in ranks
+            ]
             arrived[bucket.ordinal] = measures
         return flags
 

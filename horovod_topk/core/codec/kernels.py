@@ -12,27 +12,29 @@ Array = TypeVar("Array")
 
 
 class KernelCache(Generic[Array]):
-    """The kernels of the methods' buckets."""
+    """The kernels of the methods' buckets.
+
+    Attributes:
+        encoders, decoders: those that were made, by the bucket's fingerprint.
+    """
 
     def __init__(self, ops: Ops[Array]) -> None:
         self._ops = ops
-        self._made: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
+        self.encoders: dict[bytes, Fused[Array] | None] = {}
+        self.decoders: dict[bytes, Fused[Array] | None] = {}
 
     def decoder(self, bucket: BucketPlan) -> Fused[Array] | None:
         """The kernel that decodes a bucket; None: there is none."""
-        made, key = self._made, bucket.fingerprint
-        return made[key] if key in made else self._make(bucket)
+        key = bucket.fingerprint
+        if key not in self.decoders:
+            self.decoders[key] = codec_of(bucket).kernel(self._ops, bucket)
+        return self.decoders[key]
 
     def encoder(self, bucket: BucketPlan) -> Fused[Array] | None:
         """The kernel that encodes a bucket; None: there is none, or the method announces."""
-        if isinstance(bucket.config, AnnouncingCodec):
-            return None
-        made, key = self._made, bucket.fingerprint
-        return made[key] if key in made else self._make(bucket)
-
-    def _make(self, bucket: BucketPlan) -> Fused[Array] | None:
-        kernel = self._made[bucket.fingerprint] = codec_of(bucket).kernel(self._ops, bucket)
-        return kernel
+        announces = isinstance(bucket.config, AnnouncingCodec)
+        kernel = None if announces else self.decoder(bucket)
+        return self.encoders.setdefault(bucket.fingerprint, kernel)
 
 
 def codec_of(bucket: BucketPlan) -> Codec:

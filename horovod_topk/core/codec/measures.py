@@ -45,7 +45,7 @@ Measures = Mapping[str, Sequence[float]]  # measure name -> one number for each 
 
 
 @dataclass
-class _Own(Generic[Array]):
+class Own(Generic[Array]):
     """The measures that this rank sends with one bucket."""
 
     given: Sequence[Any] | None = None  # the schedule's and the guard's; None: zeros
@@ -62,6 +62,10 @@ class MeasureStore(Generic[Array]):
         arrived: dictionary for received measures; None: a new one.
 
     Attributes:
+        facts: what this rank states in the step that begins, by the ordinal of the bucket that
+            states it, the plan's first: the number of `core.plan.facts` as 4 bytes, in a graph a
+            uint8 array.
+        own: the measures that this rank sends, by the bucket's ordinal.
         arrived: the measures of all ranks that arrived last with each bucket, by its ordinal.
         tensor_numbers: the numbers of `set_tensor_numbers` that arrived last, by the bucket's
             ordinal: bytes of float32, a row a rank.
@@ -71,30 +75,15 @@ class MeasureStore(Generic[Array]):
         self._ops = ops
         self.arrived: dict[int, Rows] = {} if arrived is None else arrived
         self.tensor_numbers: dict[int, Array] = {}
-        self._own: dict[int, _Own[Array]] = {}  # by the bucket's ordinal
-        self._facts: tuple[int, bytes | Array] | None = None  # ordinal of the bucket that has them
-
-    def state_facts(self, ordinal: int, facts: bytes | Array) -> None:
-        """Set the facts that this rank states with a bucket in the step that begins.
-
-        Args:
-            ordinal: the plan's first bucket.
-            facts: the number of `core.plan.facts` as 4 bytes, in a graph a uint8 array.
-        """
-        self._facts = ordinal, facts
-
-    def facts_for(self, bucket: BucketPlan) -> bytes | Array | None:
-        """The facts that this rank states with a bucket; None: another bucket states them."""
-        if self._facts is None or self._facts[0] != bucket.ordinal:
-            return None
-        return self._facts[1]
+        self.own: dict[int, Own[Array]] = {}
+        self.facts: Mapping[int, bytes | Array] = {}
 
     def set(self, bucket: BucketPlan, numbers: Sequence[Any]) -> None:
         """Set the measures that this rank sends with a bucket, in this step and later ones.
 
         numbers: one for each of the settings' `needed_measures`.
         """
-        self._own.setdefault(bucket.ordinal, _Own()).given = numbers
+        self.own.setdefault(bucket.ordinal, Own()).given = numbers
         self._renew(bucket)
 
     def set_tensor_numbers(self, bucket: BucketPlan, numbers: Callable[[], Array]) -> None:
@@ -102,46 +91,39 @@ class MeasureStore(Generic[Array]):
 
         numbers: returns them, flat; called once the bucket is encoded.
         """
-        self._own.setdefault(bucket.ordinal, _Own()).of_tensors = numbers
+        self.own.setdefault(bucket.ordinal, Own()).of_tensors = numbers
         self._renew(bucket)
 
     def _renew(self, bucket: BucketPlan) -> None:
-        own = self._own[bucket.ordinal]
+        own = self.own[bucket.ordinal]
         own.of_pieces.clear()
         own.written.clear()
 
     def add(self, bucket: BucketPlan, found: Sequence[Array]) -> None:
         """Note the method's own measures of one piece."""
-        if found and bucket.ordinal in self._own:
-            self._own[bucket.ordinal].of_pieces.append(found)
+        if found and bucket.ordinal in self.own:
+            self.own[bucket.ordinal].of_pieces.append(found)
 
-    def write(self, bucket: BucketPlan, payload: Array) -> None:
-        """Write this rank's facts and measures into a payload that is encoded.
-
-        Measures that it has already are not written again.
-        """
-        if self._facts is not None and self._facts[0] == bucket.ordinal:
-            self.write_facts(bucket, payload)
-        own = self._own.get(bucket.ordinal)
-        if own is not None and bucket.measures and bucket.fingerprint not in own.written:
-            own.written.add(bucket.fingerprint)
-            self._store(bucket, own, payload, wire.HEADER_BYTES)
+    def write(self, bucket: BucketPlan, own: Own[Array], payload: Array) -> None:
+        """Write measures of this rank into a payload that is encoded and has not these yet."""
+        own.written.add(bucket.fingerprint)
+        self._store(bucket, own, payload, wire.HEADER_BYTES)
 
     def write_facts(self, bucket: BucketPlan, payload: Array) -> None:
-        """Write this rank's facts into a payload, if its bucket states them."""
-        facts = self.facts_for(bucket)
+        """Write this rank's facts into a payload of the bucket that states them."""
+        facts = self.facts[bucket.ordinal]
         if isinstance(facts, bytes):
             self._ops.store_bytes(payload, wire.FACTS_AT, facts)
-        elif facts is not None:
+        else:
             self._ops.store(payload, wire.FACTS_AT, facts)
 
     def data(self, bucket: BucketPlan) -> Array:
         """This rank's measures of an encoded bucket, as the uint8 bytes of a payload."""
         data = self._ops.zeros(wire.MEASURE * len(bucket.measures), "uint8", bucket.device)
-        self._store(bucket, self._own.get(bucket.ordinal, _Own()), data, 0)
+        self._store(bucket, self.own.get(bucket.ordinal, Own()), data, 0)
         return data
 
-    def _store(self, bucket: BucketPlan, own: _Own[Array], data: Array, at: int) -> None:
+    def _store(self, bucket: BucketPlan, own: Own[Array], data: Array, at: int) -> None:
         """Write this rank's measures to uint8 bytes, from `at` on."""
         ops, count = self._ops, len(bucket.measures) - bucket.tensor_measures
         given = [0.0] * (count - len(bucket.config.measured)) if own.given is None else own.given
@@ -163,18 +145,6 @@ class MeasureStore(Generic[Array]):
         self.tensor_numbers[bucket.ordinal] = self._ops.load(
             gathered, width, at, wire.MEASURE * count
         )
-
-
-def measures_in(bucket: BucketPlan, heads: Sequence[bytes]) -> Rows | None:
-    """Measures in the first bytes of each payload of a bucket, by rank; None: it has none."""
-    count = len(bucket.measures) - bucket.tensor_measures
-    if not count:
-        return None
-    stop = wire.HEADER_BYTES + wire.MEASURE * count
-    if not any(any(head[wire.HEADER_BYTES : stop]) for head in heads):  # the usual case
-        return [(0.0,) * count] * len(heads)
-    ranks = sorted(range(len(heads)), key=bucket.sender)
-    return [wire.measures_of(heads[rank], count) for rank in ranks]
 
 
 def own_measures(

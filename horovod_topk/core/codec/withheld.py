@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.plan.buckets import BucketPlan
-from horovod_topk.core.state.residual import Arenas
+from horovod_topk.core.state.residual import Arenas, NarrowArenas
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -74,21 +74,23 @@ class Withholding(Generic[Array]):
     def __init__(self, ops: Ops[Array]) -> None:
         self._ops = ops
         # By ordinal and method, as the arrays of rounds have another method.
-        self._limits: dict[tuple[int, int], Limits] = {}
+        self.limits: dict[tuple[int, int], Limits] = {}
 
     def limit(self, plan: BucketPlan, limits: Limits) -> None:
         """Set the limits of a bucket, if it has any."""
         if limits.gradients:
-            self._limits[plan.ordinal, plan.config.id] = limits
+            self.limits[plan.ordinal, plan.config.id] = limits
 
     def open(self, arenas: Arenas[Array], gradients: Sequence[Array]) -> Opened[Array]:
         """Decode a bucket's residual, and split e + g into what a step may send and the rest.
 
-        Call `keep` once the bucket is encoded, and then `narrow` of the arenas.
+        Call `keep` once the bucket is encoded, and then `narrow` of the arenas. Nothing is to be
+        done where there are no `limits` and the arenas are not narrow.
         """
-        arenas.widen()
+        if isinstance(arenas, NarrowArenas):
+            arenas.widen()
         bucket, ops = arenas.plan, self._ops
-        limits = self._limits.get((bucket.ordinal, bucket.config.id)) if self._limits else None
+        limits = self.limits.get((bucket.ordinal, bucket.config.id))
         if limits is None or bucket.direction not in limits.by_direction:
             return Opened(arenas, arenas)
         rests = list[tuple[Any, Array]]()

@@ -76,21 +76,26 @@ class AllgatherBucket(BucketExchange[Array]):
         if self._unwanted:
             wait_for_dropped(self._unwanted)
         self._name = name
-        self._encoder.begin(gradients, name, velocities, squares)
-        if not self.stages:
-            self._gather()
+        if self.stages:
+            self._encoder.begin(gradients, name, velocities, squares)
+            return
+        own = [self._arenas], gradients, [self._payload]
+        self._codec.encode_shards(*own, velocities, squares)
+        self._pending = self._collective.allgather(self._payload, name)
 
     def advance(self) -> None:
         """`BucketExchange.advance`: send the payload once the announcements have arrived."""
         if not self._encoder.waits:
             return
+        failed: TopKError | None = None
         try:
             self._encoder.complete()
-        except TopKError:  # other ranks wait for this rank: send flags
+        except TopKError as error:  # other ranks wait for this rank: send flags
             self._codec.flag_all(self._bucket, self._payload)
-            self._gather()
-            raise
-        self._gather()
+            failed = error
+        self._pending = self._collective.allgather(self._payload, self._name)
+        if failed is not None:
+            raise failed
 
     def drain(self) -> None:
         """`BucketExchange.drain`."""
@@ -103,9 +108,6 @@ class AllgatherBucket(BucketExchange[Array]):
         wait_for_dropped(self._unwanted)
         self._codec.flag_all(self._bucket, self._payload)
         self._unwanted.append(self._collective.allgather(self._payload, name))
-
-    def _gather(self) -> None:
-        self._pending = self._collective.allgather(self._payload, self._name)
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`BucketExchange.receive`."""

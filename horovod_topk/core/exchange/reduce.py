@@ -32,7 +32,7 @@ from horovod_topk.core.exchange.protocol import (
     ring_allreduce_bytes,
 )
 from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
-from horovod_topk.core.state.residual import Arenas
+from horovod_topk.core.state.residual import Arenas, NarrowArenas
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.protocol import (
     EVERYTHING,
@@ -236,7 +236,8 @@ class ReducedBucket(BucketExchange[Array]):
                 ops.subtract_at(work.values, None, sent)
             self._keep_states(piece, work)
         self._opened.keep(ops)
-        self._arenas.narrow()
+        if isinstance(self._arenas, NarrowArenas):
+            self._arenas.narrow()
         return flags
 
     def _start(self, i: int) -> None:

@@ -78,11 +78,6 @@ def header(method: int, tensors: int, digest: bytes, measures: int = 0) -> bytes
     return _HEADER.pack(MAGIC, VERSION, method, MEASURE * measures, tensors, digest, 0)
 
 
-def measures_of(head: bytes, count: int) -> tuple[float, ...]:
-    """Read the `count` measures of a payload from its first bytes."""
-    return struct.unpack_from(f"<{count}f", head, HEADER_BYTES)
-
-
 def facts_within(gathered: bytes) -> list[int]:
     """Find each payload in a concatenation of payloads, and return the facts of each.
 

@@ -290,7 +290,7 @@ class StepRunner(State[Array]):
         if self._meets is not None and self._sends != self._met:
             self._meet(self._meets, facts)
         if self.states_facts and self.plan.buckets:
-            self._codec.measures.state_facts(self.plan.buckets[0].ordinal, facts)
+            self._codec.measures.facts = {self.plan.buckets[0].ordinal: facts}
         level = self.ratio, self._adapts, self._next_exchange
         if level != self._level or self.rank_and_ranks != self._ranks:
             self._switch_level(*level)

@@ -187,12 +187,6 @@ class Arenas(Generic[Array]):
         """The residual if the step commits; after a commit, the residual before it."""
         return self._candidate.rescaled(self._verbs)
 
-    def widen(self) -> None:
-        """Decode the residual, before it is read and the candidate is written."""
-
-    def narrow(self) -> None:
-        """Encode the candidate, once it is written."""
-
     def rescale(self, start: int, stop: int, factor: float, ops: Ops[Array]) -> None:
         """Multiply a stretch of the residual, when it is next read."""
         self._verbs = ops
@@ -282,13 +276,13 @@ class NarrowArenas(Arenas[Array]):
         return self._residual.rescaled(None), self._candidate.rescaled(None), []
 
     def widen(self) -> None:
-        """`Arenas.widen`."""
+        """Decode the residual, before it is read and the candidate is written."""
         self._residual.wide = None  # of a step that has ended by an error
         self._residual.wide = self._residual.rescaled(None)
         self._candidate.open()
 
     def narrow(self) -> None:
-        """`Arenas.narrow`."""
+        """Encode the candidate, once it is written."""
         self._candidate.store()
         self._residual.wide = None
 

@@ -10,7 +10,7 @@ import pytest
 from horovod_topk.kernels import native
 from trace_bucket import trace
 
-LONGEST = 16  # functions each way
+LONGEST = 18  # functions each way
 PAGE = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
 OUT, BACK = range(1, 8), range(8, 10)  # steps of the page
 
@@ -32,4 +32,4 @@ def test_a_bucket_takes_the_way_that_the_page_tells() -> None:
     assert 10 <= len(found["back"]) <= LONGEST, found["back"]
     out, back = ({line.split()[0] for line in found[part]} for part in ("out", "back"))
     assert out == files_of(OUT)
-    assert files_of(BACK) <= back <= files_of(OUT)
+    assert files_of(BACK) <= back <= files_of(OUT) | files_of(BACK)
