@@ -613,3 +613,11 @@ def test_values_are_packed_and_read_as_by_the_oracle(isa: str, kind: str, dtype:
             read.numpy().tobytes()
             == oracle.unpack_values(expected[None], count, kind, dtype).tobytes()
         )
+
+
+@pytest.mark.skipif(FOUND.library is None, reason="no kernels were compiled")
+def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native._load().library is not None
+    monkeypatch.setattr(native, "digest", lambda: "another digest")
+    found = native._load()
+    assert found.library is None and "other sources" in found.description

@@ -65,6 +65,14 @@ def test_all_elements_of_a_small_gradient_are_looked_at_and_the_first_of_a_large
         buckets.gradients(0)
 
 
+def test_a_write_behind_the_elements_that_are_looked_at_is_noticed_by_its_count() -> None:
+    each = [torch.ones(COMPARED + 1)]
+    buckets = sent(each)
+    each[0][-1] = 2.0
+    with pytest.raises(GradientChangedError):
+        buckets.gradients(0)
+
+
 # What a step uses, as far as it can be told before the step.
 
 
