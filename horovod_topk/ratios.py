@@ -1,4 +1,4 @@
-"""Ratios for some tensors: the setting `ratio` as a mapping, checked, and resolved to tensor names.
+"""Check a mapping of tensor patterns to ratios, and resolve it to tensor names.
 
 A rule is a pattern of tensor names, or a function of a tensor's name and shape, and a ratio. The
 first rule that matches a tensor is used. A plan resolves rules to one ratio for each tensor name:

@@ -12,7 +12,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def main() -> int:
-    """Run the benchmark that the command line names; the exit status."""
+    """Run the benchmark that the command line names, and return the exit status."""
     folder = Path(__file__).with_name("benchmarks")
     names = [each.stem for each in sorted(folder.glob("*.py")) if "def main(a" in each.read_text()]
     if len(sys.argv) < 2 or sys.argv[1] not in names:

@@ -24,7 +24,7 @@ EXTRA = "Install it with pip install -e '.[compare]', from the project's checkou
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the commands; return the exit status: 2 if its options or the machine forbid it.
+    """Run a command, and return its exit status: 2 if its options or the machine forbid it.
 
     Such an error is one line on stderr.
     """

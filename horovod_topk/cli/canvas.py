@@ -26,7 +26,7 @@ def kinds() -> set[str]:
 def panels(
     path: Path, rows: int, columns: int, size: tuple[float, float], dpi: int = 110
 ) -> Iterator[Any]:
-    """Rows of axes to draw on; on exit the picture is written, in the format of the file's suffix.
+    """Yield rows of axes, and write the picture on exit in the format of the file's suffix.
 
     Args:
         path: the file; its folder is created.
@@ -58,6 +58,6 @@ def panels(
 
 @contextmanager
 def canvas(path: Path, width: float) -> Iterator[Axes]:
-    """One pair of axes, so many inches wide and 5 high; see `panels`."""
+    """Yield one pair of axes, `width` inches wide and 5 high, as `panels` does."""
     with panels(path, 1, 1, (width, 5), dpi=150) as ((axes,),):
         yield axes

@@ -81,7 +81,7 @@ def quantity(read: Callable[[str], Value]) -> Callable[[str], Value]:
 def whole(
     least: float = -math.inf, most: float = math.inf, unit: str = "", below: str = ""
 ) -> Callable[[str], int]:
-    """A type of option: a whole number within limits; see `outside`."""
+    """Make an argparse type for a whole number within limits."""
 
     def read(text: str) -> int:
         try:
@@ -111,7 +111,7 @@ def number(least: float = -math.inf, most: float = math.inf, wanted: str = "") -
 
 
 def outside(value: int, least: float, most: float, unit: str = "", below: str = "") -> str:
-    """The value, and what to give instead, if it lies outside its limits; empty: it does not.
+    """Return an error text if a value lies outside its limits, else an empty text.
 
     Args:
         value: a whole number.

@@ -86,7 +86,7 @@ class DDPState(TrainingState):
         compressor: TrainingCompressor,
         groups: Groups | None,
     ) -> None:
-        """Compress the gradients of an optimizer, the first or one that replaces another."""
+        """Attach an optimizer, or replace the attached one, and compress its gradients."""
         names, config, before = _trained_names(model), compressor.config, self._names
         check_optimizer(optimizer, names)
         if not self.active:

@@ -191,7 +191,7 @@ class Announced(Generic[Array]):
 
 @dataclass(frozen=True)
 class Context(Generic[Array]):
-    """What a codec is given beside the values of a piece; most codecs use none of it."""
+    """Inputs of a codec beside the values of a piece. Most codecs use none of them."""
 
     key: Key | None = None  # key of random numbers, for a method that is `Seeded`
     squares: Array | None = None  # Adam's mean square of each element, [n], to select by

@@ -86,7 +86,7 @@ def random_index(drawn: Any, numbers: Any, numel: int, shift: Any = operator.rsh
 
 
 def sample_rank(count: int, k: int) -> tuple[int, int]:
-    """Length of a row of `Ops.sample`, and r; 0 if r < 32."""
+    """Return the row length of `Ops.sample` and the rank r that it looks for, 0 if r < 32."""
     stride = max(count // 1024, 2048) | 1
     expected = k * (count // stride * 16) / count
     rank = math.floor(expected - 2 * math.sqrt(expected))

@@ -158,7 +158,7 @@ class SupportsOnePass(Protocol[Array]):
 
 @dataclass(frozen=True)
 class TrackerKernels:
-    """Kernels for what `updates.tracker` computes of exchanges; None where there is none.
+    """Optional kernels for the sums that `updates.tracker` computes after an exchange.
 
     They have the results of `updates.formulas`. Gradients are of any shape. `arrivals` are codes of
     phi of all elements, uint8, and `places` say where tensors and their samples are.
@@ -256,7 +256,7 @@ class Arrays(Protocol[Array]):
         ...
 
     def transposed(self, array: Array, rows: int) -> Array:
-        """Transpose a flat matrix of `rows` rows; flat, a new array."""
+        """Return the transpose of a flat matrix of `rows` rows as a new flat array."""
         ...
 
     def divided(self, array: Array, by: Array) -> Array:
@@ -622,7 +622,7 @@ class Packing(Protocol[Array]):
 
 
 class Kernels(Protocol[Array]):
-    """What a library may have kernels for; None where it has none."""
+    """Optional kernels of a library. A kernel is None where the library has none."""
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
         """A kernel for buckets of this recipe on this device, or None to use these operations."""

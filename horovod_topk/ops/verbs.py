@@ -37,7 +37,7 @@ def _sampled(numel: int, shards: int, first: int, parts: int) -> int:
 
 
 class SharedVerbs:
-    """Verbs of `Ops` by other verbs, and what a library without kernels answers."""
+    """Verbs of `Ops` written with other verbs, and the defaults of a library without kernels."""
 
     def global_index(self: Any, index: Any, parts: int, first: int) -> Any:
         block = coding.SHARD_BLOCK

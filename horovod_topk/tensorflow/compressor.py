@@ -213,7 +213,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         return state
 
     def _begin_state(self, state: OptimizerState) -> None:
-        """Give a new state what this compressor was asked for before."""
+        """Apply earlier calls, such as `set_ratio`, to a state that has just been created."""
         if self._manager is not None:
             state.keep_with(self._manager)
         for call in self._calls:

@@ -20,7 +20,7 @@ _CURE = (
 
 
 class Hooks(steps.Hooks):
-    """As `steps.Hooks`; each checks that Horovod has exchanged, or will exchange, the gradients."""
+    """Step hooks that also check that Horovod has exchanged, or will exchange, the gradients."""
 
     _has_exchanged = False  # since the last step
 

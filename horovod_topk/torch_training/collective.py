@@ -258,7 +258,7 @@ class Meeting:
         return _MET.get(self._group, 0)
 
     def _missing(self) -> list[int]:
-        """Ranks that have not come to the present meeting."""
+        """Return the ranks that are missing from the present meeting."""
         return [rank for rank in self._ranks if not self._store.check([self._key(rank)])]
 
     def _said(self, rank: int) -> bytes:

@@ -240,7 +240,7 @@ def fit_settings(
 def fit_momentum(
     optimizer: Any, config: Method, deferred: Mapping[str, str]
 ) -> tuple[Method, Rule | None, str]:
-    """As `fit_settings`, for momentum alone; returns why "auto" has left it as it is, if it has."""
+    """Fit the momentum setting to the optimizer, and return why "auto" did not adapt it, if so."""
     _check_eps(optimizer, config)
     is_adam, kind = isinstance(optimizer, (Adam, AdamW)), kind_of(optimizer)
     normalises = is_adam if is_adam or isinstance(optimizer, SGD) else None
@@ -331,7 +331,7 @@ def _now(group: Any) -> float:
 
 
 def _has_numbers(group: Any) -> bool:
-    """Whether the settings of an SGD, Adam or AdamW that an adapted step reads are numbers."""
+    """Return whether the hyperparameters of an SGD, Adam or AdamW group are plain numbers."""
     if "betas" in group:
         return len(betas := betas_of(group)) == 2 and None not in betas
     return None not in (momentum_of(group), number_of(group["dampening"]))

@@ -144,7 +144,7 @@ def check_scaler(scaler: object) -> None:
 
 
 def scale_of(scaler: Any) -> float | Tensor:
-    """The present scale of a GradScaler, or 1; a tensor on an accelerator, without waiting for it.
+    """Return the present scale of a GradScaler, or 1, without waiting for an accelerator.
 
     Raises:
         ConfigError: the scale is on the host, and zero or not finite.
@@ -198,7 +198,7 @@ class UnknownScaler:
                     return
 
     def divisor(self, optimizer: Any) -> float:
-        """What the gradients that a step begins with were divided by; 1: no scaler divides them."""
+        """Return the scale that a step's gradients were divided by, or 1 without a scaler."""
         seen, self._seen = self._seen, None
         if seen is None:
             return 1.0

@@ -206,7 +206,7 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
 
 
 def _agreed_name(plan: Plan, collective: Timed[Tensor]) -> tuple[str, int]:
-    """Agree with all ranks on a plan and on the ordinal of its optimizer; return `Hooks.name`."""
+    """Agree with all ranks on a plan and its optimizer's number, and return its name."""
     prefix = plan.config.name or f"topkef.{plan.digest.hex()}"
     names = (state._hooks.name for state in live_states())
     ordinal = max((n for taken, n in names if taken == prefix), default=-1) + 1

@@ -436,7 +436,7 @@ class TensorSample:
 
 @lru_cache(maxsize=4096)
 def whole_sample(numel: int) -> TensorSample:
-    """The sample of a whole tensor; cached, as updates ask for it in every step."""
+    """Return the sample of a whole tensor. It is cached, as every step asks for it."""
     return TensorSample(numel)
 
 

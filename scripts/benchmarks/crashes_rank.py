@@ -1,4 +1,4 @@
-"""The digits in an elastic job; every process notes down what it does (`benchmarks.crashes`)."""
+"""Train the digits network in an elastic job, and log every event for `benchmarks.crashes`."""
 
 from __future__ import annotations
 

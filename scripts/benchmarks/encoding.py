@@ -99,7 +99,7 @@ def milliseconds(
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time steps in turns, after one that does not count; `before` sets a gradient up."""
+    """Time steps in turns after a warm-up step, each after a call of `before`."""
     timed = {name: clocked(step, before, clock) for name, step in steps.items()}
     found = in_turns(timed, repeats, warm_up=1, one_in=dict.fromkeys(SLOW, 3))
     return {name: [1e3 * each for each in seconds] for name, seconds in found.items()}

@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def beside_floors(args: argparse.Namespace) -> dict[str, float]:
-    """Time an exchange beside its floor; the figures of all ranks."""
+    """Time an exchange beside its lower bound, and return the times of all ranks."""
     plain, _ = varying(Shapes(), None)
     compressed, optimizer = varying(
         Shapes(), TopKEF(args.ratio, values="float32", selection=args.selection, warmup=None)

@@ -52,7 +52,7 @@ class Jobs(Generic[Job]):
         return parser
 
     def main(self, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
-        """Measure jobs, and write results and page; the exit status."""
+        """Measure jobs, write results and page, and return the exit status."""
         args = parser.parse_args(arguments)
         if unknown := set(args.jobs) - set(self.named):
             known = ", ".join(self.named)
@@ -66,7 +66,7 @@ class Jobs(Generic[Job]):
         return 0
 
     def run(self, args: argparse.Namespace) -> None:
-        """Measure the jobs asked for; the results of each are written when it ends."""
+        """Measure the jobs asked for, and write the results of each when it ends."""
         results: Results = json.loads(self.path.read_text()) if self.path.exists() else {}
         wanted = args.jobs or list(self.named)
         if args.missing:
@@ -94,7 +94,7 @@ def on_hosts(
     settings: Mapping[str, str] | None = None,
     prepare: Callable[[Cluster], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run a Python program on all ranks of a cluster; what rank 0 wrote to the file of `--json`.
+    """Run a Python program on all ranks of a cluster, and return the JSON that rank 0 writes.
 
     Args:
         command: script or module, and its arguments.

@@ -55,7 +55,7 @@ CORRECTED: dict[str, dict[str, Any]] = {
 
 
 def plain(gradients: Gradients, ratio: float, selection: str, **settings: Any) -> Encoding:
-    """Plain error feedback at a ratio; settings are those of Top-K."""
+    """Make an encoding of gradients by Top-K with plain error feedback."""
     values = {"values": "float32", "min_numel": 0, **settings}
     return Encoding(gradients, TopK(ratio, selection=selection, **values), TorchOps())
 

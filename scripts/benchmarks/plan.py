@@ -76,7 +76,7 @@ STRATEGIES = (NONE, DENSE, Exchange("allgather", "float32"), Exchange("sharded",
 
 
 def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure a cell; with `--ours` its stored dense steps are kept, and cells for fitting.
+    """Measure a cell. With `--ours` the stored dense steps are kept.
 
     Raises:
         ClusterError: the job failed.

@@ -116,7 +116,7 @@ class Collective(Alone):
 
 
 def in_tensorflow(specs: Sequence[TensorSpec]) -> Callable[[], object]:
-    """A step of plain error feedback in a tf.function; the two ranks send the same."""
+    """Run a step of plain error feedback in a tf.function, with equal payloads of two ranks."""
     variables = [tf.Variable(tf.zeros(s.shape), name=s.name) for s in reversed(specs)]
     method = TopK(momentum=0, follow_lr=False, warmup=None)
     state = OptimizerState(method, variables, TapeSettings("average", None, Alone()), Stores())

@@ -100,7 +100,7 @@ class Cluster:
     def start(
         self, command: Sequence[str], settings: Mapping[str, str] | None = None, **rest: Any
     ) -> subprocess.Popen[bytes]:
-        """Start a command on the first host; `horovodrun` is told of all hosts.
+        """Start a command on the first host, with all hosts in `horovodrun`'s host list.
 
         What still runs when the block ends is killed. The arguments are those of `Host.start`.
         """
@@ -113,7 +113,7 @@ class Cluster:
         *,
         limit_seconds: float,
     ) -> str:
-        """Run a command as `start` does; the rest is as of `Host.run`."""
+        """Run a command on the first host, as `start` does, and wait for it as `Host.run` does."""
         command = self._complete(command)
         return self.hosts[0].run(command, settings, limit_seconds=limit_seconds)
 

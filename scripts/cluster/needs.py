@@ -1,4 +1,4 @@
-"""What a cluster needs of the machine it is made on, and what it hands on to its programs."""
+"""Check what the machine lacks for a cluster, and return its programs' environment variables."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _refused(probe: str) -> str | None:
 
 
 def variables() -> dict[str, str]:
-    """PATH as here and as root's, a folder for temporary files, and where Open MPI is.
+    """Return the environment variables that programs on a host need: PATH, TMPDIR and Open MPI's.
 
     Open MPI's wheel does not know where it was installed: mpirun finds out, but ranks that it
     starts on other hosts are told half of it, and fail.

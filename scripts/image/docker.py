@@ -72,7 +72,7 @@ class Docker:
 
 
 class DockerContainers:
-    """Containers of one image; all but the first run sshd, with one key."""
+    """Containers of one image that share an ssh key. All but the first run sshd."""
 
     def __init__(self, prefix: str, image: str, count: int) -> None:
         self.names = [f"node{number}" for number in range(1, count + 1)]

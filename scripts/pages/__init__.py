@@ -42,7 +42,7 @@ def write(name: str) -> Path:
 
 
 def text(name: str) -> str:
-    """A page, from its template and the stored results; its pictures are drawn."""
+    """Return a page made from its template and the stored results, and draw its pictures."""
     report = importlib.import_module(REPORTS.get(name, "study.page"))
     read = getattr(report, "read", stored)  # results of studies are runs
     return made(name, report.values(read(name)))

@@ -146,6 +146,6 @@ def _digits(split: str) -> tuple[Tensor, Tensor]:
 
 @cache
 def library(split: str, *, by_name: bool = False) -> Tensor:
-    """Rows of the sources of Python's standard library; sorted by name of the file, if asked."""
+    """Return rows of bytes of the standard library's sources, sorted by file name if asked."""
     files = source_files.of_split(split, source_files.STANDARD_LIBRARY)
     return pytorch_bytelm.in_rows(sorted(files) if by_name else files)

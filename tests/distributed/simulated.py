@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 def of(method: str = "TopKEF", *, to_the_bit: bool = True, **settings: Any) -> Row:
-    """A row; TopKEF at a ratio of a tenth, without what depends on optimizers."""
+    """Make a row whose default is TopKEF at ratio 0.1 with no optimizer-dependent settings."""
     plain = {"ratio": 0.1, "values": "float32", "momentum": 0, "follow_lr": False, "warmup": None}
     settings = {"min_numel": 8, **(plain if method == "TopKEF" else {}), **settings}
     if method in ("Dense", "OneBit"):
@@ -118,7 +118,7 @@ class Harness(Protocol):
 
 
 def gradients_of(rank: int, step: int) -> list[Any]:
-    """A rank's gradients in a step; in one step the last of 2 ranks or more has a NaN."""
+    """Return a rank's gradients in a step. In one step rank 1 has a NaN."""
     random = np.random.default_rng([rank, step])
     found = [random.standard_normal(shape).astype(np.float32) for shape in SHAPES]
     if (rank, step) == (1, SPOILED):
@@ -133,7 +133,7 @@ def usual_nodes(ranks: int) -> Nodes:
 
 
 def assert_as_simulated(make: Any, row: Row, rank: int, ranks: int) -> None:
-    """Train real ranks and simulated ones on the same gradients; all is equal after each step.
+    """Train real and simulated ranks on the same gradients, and compare them after each step.
 
     make: returns a new `Harness`, given a name for the compressor.
     """

@@ -12,7 +12,7 @@ FOUND = native.find()
 
 @pytest.fixture(params=ISAS[: ISAS.index(FOUND.description) + 1] if FOUND.library else ISAS)
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make new buckets use one instruction set."""
+    """Select the instruction set that new kernel buckets use."""
     if FOUND.library is None:
         pytest.skip(f"no kernels: {FOUND.description}")
     monkeypatch.setenv("HOROVOD_TOPK_ISA", request.param)

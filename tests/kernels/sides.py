@@ -116,7 +116,7 @@ class Side:
 
 
 class Pair:
-    """A bucket's state twice; what both implementations compute is compared."""
+    """A bucket's state twice, to compare two implementations of a step."""
 
     def __init__(self, bucket: BucketPlan, parts: int = 1) -> None:
         each = [bucket] if parts == 1 else list(shard(bucket, parts).scatter)
@@ -134,7 +134,7 @@ class Pair:
     def encode(
         self, gradients: list[Array], momentum: TopK | None = None, *, commit: bool = True
     ) -> Array:
-        """One step of both, committed if none is flagged; the payload, or the first shard's."""
+        """Run a step of both, commit it if no tensor is flagged, and return the first payload."""
         for side in self.sides:
             side.encode(gradients, momentum)
         assert self.kernels.candidates() == self.verbs.candidates()
@@ -152,7 +152,7 @@ class Pair:
 
 
 def sections(plan: BucketPlan, payload: Array) -> list[Array]:
-    """Values and indices of each tensor of Top-K; the bytes of each with other methods."""
+    """Return each tensor's values and indices with Top-K, and its bytes with other methods."""
     if not isinstance(plan.config, TopK):
         pieces: Any = plan.tensors
         return [payload[t.at : t.at + plan.config.data_bytes(t)] for t in pieces]

@@ -1,4 +1,4 @@
-"""The laws of exchanges with owners: what owners keep counts, and what goes wrong reaches all.
+"""Laws of exchanges with owners: owners' residuals count, and errors reach all ranks.
 
 Laws that hold for every method and exchange are in tests/contract/test_methods.py.
 """

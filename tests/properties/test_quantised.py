@@ -177,7 +177,7 @@ def least_bfloat16(number: float) -> float:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_qsgd_is_what_the_paper_says(settings: dict[str, Any]) -> None:
-    """Compare with `steps_of`; an l2 norm summed in another order may round to the next step."""
+    """Compare values with `steps_of`, up to one step if the order of an l2 sum may round."""
     method, values = QSGD(**settings), values_of(seed=5)
     stream = key(3).own
     drawn = (halves(NUMPY.ops, stream, SIZE, "cpu") + 0.5) / 65536
@@ -244,7 +244,7 @@ def of_ranks() -> list[Array]:
 
 
 def clipped(values: Array, clip: float | None) -> Array:
-    """Wen et al. 2017, equation 7: elements beyond c standard deviations become these."""
+    """Clip elements at c standard deviations (Wen et al. 2017, equation 7)."""
     if clip is None:
         return values
     limit = clip * values.std(dtype=np.float64)

@@ -1,4 +1,4 @@
-"""What is read from PyTorch's optimizers: settings, learning rates and hooks; no ranks."""
+"""Settings, learning rates and hooks that are read from PyTorch's optimizers."""
 
 from __future__ import annotations
 

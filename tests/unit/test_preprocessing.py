@@ -95,7 +95,7 @@ def test_gradients_within_the_limit_are_not_touched() -> None:
 
 
 class Tensors(TorchNorms):
-    """Norms as on an accelerator: operations that do not wait for it; here they run on the host."""
+    """Norms by the operations for accelerators, run on the host."""
 
     def norm(self, gradients: Any, before: Any) -> Any:
         return super().norm(gradients, torch.as_tensor(before))

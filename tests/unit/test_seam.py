@@ -33,7 +33,7 @@ class Canary:
     modules: tuple[str, ...] = ()
 
     def changes(self, old: str = "", new: str = "") -> list[str]:
-        """What differs from Horovod 0.28.1; a text may be replaced in its source first."""
+        """List the differences from Horovod 0.28.1, after a replacement in its source if asked."""
         texts = [(HOROVOD / name).read_text() for name in self.files]
         assert any(old in text for text in texts)
         found = functions(*(text.replace(old, new) if old else text for text in texts))

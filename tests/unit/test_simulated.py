@@ -48,7 +48,7 @@ VERBS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], list[list[float]]]] =
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_collectives_among_all_ranks_and_in_groups(verb: str) -> None:
-    """In rank order, step after step; the second pair has 100 times the numbers of the first."""
+    """Return gradients in rank order, step after step. The second pair is 100 times larger."""
     start, expected = VERBS[verb]
     network = Loopback(4, TorchOps())
     everyone = [network.collective(rank) for rank in range(4)]

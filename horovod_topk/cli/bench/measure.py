@@ -66,7 +66,7 @@ def race(
 
 
 def counted(ranks: Ranks, runner: Runner, interface: str | None) -> tuple[Cost, float]:
-    """Time a step, and count the bytes that left this host's card; NaN without a card."""
+    """Time a step, and count the bytes that this host's network card sent (NaN without a card)."""
     if interface is None:
         return timed(ranks, runner), math.nan
     barrier(ranks)
@@ -87,7 +87,10 @@ def timed(ranks: Ranks, runner: Runner) -> Cost:
 
 
 def taken(ranks: Ranks, own: Sequence[Cost], octets: float) -> Taken:
-    """Combine the measurements of all ranks; octets: bytes of a step, NaN if not counted."""
+    """Combine the measurements of all ranks.
+
+    octets: bytes of a step, NaN if they were not counted.
+    """
     seconds = most(ranks, [cost.seconds for cost in own])
     return Taken(seconds, mean(ranks, [cost.cpu for cost in own]), _mean_of_hosts(ranks, octets))
 

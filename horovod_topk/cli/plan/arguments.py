@@ -158,7 +158,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Asked:
-    """The checked options, and what follows from them."""
+    """The options of `plan` after they were checked, with values derived from them."""
 
     args: argparse.Namespace
     specs: tuple[TensorSpec, ...]

@@ -1,1 +1,1 @@
-"""Residual and gradient to payload, and back; what is measured and clipped on the way."""
+"""Encodes residual plus gradient into payloads, decodes payloads, and measures and clips."""

@@ -45,7 +45,7 @@ class GradientNorms(Protocol[Given]):
     """A framework's arithmetic for clipping; norms are numbers or its scalars."""
 
     def device(self, gradients: Sequence[Given]) -> object:
-        """Where the norm of gradients is computed; each device is clipped by its own norm."""
+        """Return the device of gradients. Each device is clipped by its own norm."""
         ...
 
     def norm(self, gradients: Sequence[Given], before: Any) -> Any:

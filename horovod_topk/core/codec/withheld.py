@@ -35,7 +35,7 @@ class Limits:
 
     @classmethod
     def of(cls, plan: BucketPlan, ranks: int, nodes: int) -> Limits:
-        """Limits of a whole bucket; of no gradient if none is float16, or no residual keeps rests.
+        """Return a bucket's limits: none if no gradient is float16 or nothing keeps the rest.
 
         Args:
             plan: the bucket.

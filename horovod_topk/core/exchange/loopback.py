@@ -59,7 +59,7 @@ class Loopback(Generic[Array]):
             return self.groups[ranks]
 
     def post(self, rank: int, name: str, payload: Array) -> Key:
-        """Take a rank's part of a collective; returns which one that is."""
+        """Post a rank's data to a collective, and return the collective's number."""
         with self._changed:
             key = name, self._used[rank, name]
             self._used[rank, name] += 1

@@ -180,7 +180,7 @@ class ShardedBucket(BucketExchange[Array]):
         self._pending = self._gather()
 
     def _own_squares(self) -> Sequence[Array | None]:
-        """Adam's mean squares of this rank's shards as an owner; drops those of the gradients."""
+        """Return Adam's mean squares of this owner's shards, and free those of the gradients."""
         squares, self._squares = self._squares, ()
         back, ops = self._plan.back[self._collective.rank], self._ops
         pairs = [(squares[piece.gradient], piece.first) for piece in back.tensors if squares]

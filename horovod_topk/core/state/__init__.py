@@ -1,1 +1,1 @@
-"""What lasts from step to step: residuals, named states, learning rates; saved and resharded."""
+"""State that lasts from step to step: residuals, named states and learning rates."""

@@ -112,7 +112,7 @@ TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, cons
                                   void *out, int64_t count, int width, int threads);
 
 /* The energy that error feedback takes away in samples of `count` tensors, elements of 4 or 8 bytes; see
- * `horovod_topk.ops.protocol.Ops.lost`. Gradients and arrivals are whole, residuals before and after are of
+ * `horovod_topk.ops.protocol.TrackerKernels.energy_withheld`. Gradients and arrivals are whole, residuals before and after are of
  * one shard. Arrivals are codes of 8 bits. scales: of the residuals before; null: all are 1. places: six numbers a tensor, its first
  * element in the residuals and in the arrivals, its number of elements, and the sample as in `Ops.blocks`.
  * out: a number a tensor for elements that arrive often, then one a tensor for the others. */

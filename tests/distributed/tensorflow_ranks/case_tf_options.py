@@ -123,7 +123,7 @@ def gradient(row: Row, rank: int, step: int) -> Any:
 
 
 def applied(optimizer: Any, given: Any, variable: Any, *, exchanges: bool) -> None:
-    """Apply a gradient; Horovod exchanges where tf-keras computes it."""
+    """Apply a gradient, which Horovod exchanges when tf-keras computes it."""
     if exchanges and not isinstance(optimizer, keras.optimizers.Optimizer):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         with tf.GradientTape() as tape:
@@ -135,7 +135,7 @@ def applied(optimizer: Any, given: Any, variable: Any, *, exchanges: bool) -> No
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("row", "library", "kind"), CASES)
 def test_each_option_does_what_the_table_says(row: Row, library: str, kind: str) -> None:
-    """While all elements are sent, to the optimizer's own step; then on what is sent of them."""
+    """Compare with the optimizer's own step, first with all elements sent, then with some."""
     package = LIBRARIES[library]
     compression = TopKEF(ratio=0.25, min_numel=0, momentum="auto", warmup=((DENSE, 1.0),))
     ours, own = (tf.Variable(tf.cast(noise(9, 0, SHAPE), row.dtype)) for _ in range(2))

@@ -1,1 +1,1 @@
-"""Kernels for lists of tensors: updates of optimizers, and what they are told of gradients."""
+"""Kernels for lists of tensors: optimizer updates, and the sums of gradients they need."""
