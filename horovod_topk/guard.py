@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from horovod_topk.errors import ConfigError
 from horovod_topk.schedules import check_above, check_steps
 
-MEASURES = ("verdict",)  # measures that the rules of one rank need; see `core.measures`
-OF_ONE_RANK = ("trend", "residual", "slower")  # rules that a rank judges by its own numbers
+MEASURES = ("verdict",)  # measures that these rules need; see `core.codec.measures`
+OF_ONE_RANK = ("trend", "residual", "slower")  # rules that need numbers of each rank
 BY_CLOCK = "slower"
 REASONS = ("non-finite", *OF_ONE_RANK)  # names of the rules in metrics and `stats()`
 
@@ -26,13 +26,14 @@ class Guard:
             and were rolled back. A loss scaler that starts too high causes a few such steps. Each
             counts 1, any other step takes a quarter off, and the rule also fires at a count of
             twice this many: where more than a fifth of all steps are rolled back.
-        trend: fires when a rank's reported value, such as its loss, rises. A running mean over 8
-            reports is compared with its smallest recent value. The limit of the difference is
-            `trend` times the usual distance between a report and the one before, which is taken
-            as at least 4% of the value. It fires after 16 reports in a row above the limit. A
-            single report above twice the limit counts as one of the 16, and as 4 of them above
-            four times the limit. Lower values have to be better. The first 10 reports only set
-            the usual values, and 0 is ignored; without `horovod_topk.report` the rule never fires.
+        trend: fires when reported values, such as losses, rise and stay up. Values are averaged
+            over ranks and smoothed over 8 reports. A rise above the least recent value counts if it
+            is larger than `trend` times the usual rise, which is learnt, and taken as at least a
+            seventh of the least value: with 3.5, a value that has risen by half. It fires after 32
+            such reports in a row, and one more for each 32 before, unless the value falls again by
+            15% of the rise. It also fires at 4 reports in a row that are a NaN on one rank. Lower
+            values have to be better. The first 20 reports are only learnt from, and 0 is ignored;
+            without `horovod_topk.report` the rule never fires.
         residual: fires when (residual norm / gradient norm) of a rank, both at the same learning
             rate, is this many times its usual value in 3 samples in a row. One step in 128 is
             sampled (TensorFlow: 16). None: off, the default, as a healthy run whose gradients
@@ -48,7 +49,7 @@ class Guard:
     """
 
     nonfinite: int | None = 16  # steps in a row
-    trend: float | None = 3.0  # times the usual distance of a report from the one before
+    trend: float | None = 3.5  # times the usual rise of the smoothed reports
     residual: float | None = None  # times the usual ratio of residual and gradient norm
     slower: float | None = None  # times the seconds of a dense step
     trial_every: int = 500  # steps

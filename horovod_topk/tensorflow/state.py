@@ -286,7 +286,7 @@ class OptimizerState(Attached[VariableState]):
             traffic, flagged, committed=not flagged, seconds=seconds, fell_back=fell_back
         )
         now, before, self._ended = time.perf_counter(), self._ended, time.perf_counter()
-        numbers = [seconds.exposed_seconds, now - (before or now), state.guard.verdict]
+        numbers = [seconds.exposed_seconds, now - (before or now), state.guard.tell()]
         return state.schedule_in_graphs.decided, int(state.guard.memory.stage), numbers
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:

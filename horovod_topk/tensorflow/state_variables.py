@@ -318,7 +318,7 @@ class VariableState(State[Array]):
     def _renew_numbers(self) -> None:
         """Set the measures of the next step after a state was loaded."""
         if self._numbers is not None:
-            known = {VERDICT: self.guard.verdict}
+            known = {VERDICT: self.guard.memory.sent}
             self._numbers.assign([known.get(name, 0.0) for name in HOST])
 
     def rates_at(self, plan: Plan, rate: Any) -> StepRates | None:

@@ -12,7 +12,7 @@ rank has bitwise the same numbers, and `core.control.schedule` decides the same 
                 exchange "hierarchical"
     exposed     seconds that it waited in collectives in the previous step
     step        seconds that the previous step took, from the end of the step before it
-    verdict     verdict of its guard on its own numbers: `core.control.guard`
+    verdict     what its guard tells: a reported value, or a verdict (`core.control.guard`)
 
 A codec may have measures of its own, which follow these (`Method.measured`): numbers computed from
 what it encodes, summed over tensors. All others are numbers of the whole rank, such as seconds of

@@ -9,14 +9,14 @@ stage:
     compressing    again, after `cool_down` steps, if `cool_down` is set
 
 Each rank has the non-finite flags of all ranks, and counts steps with a NaN or an infinity: those
-in a row, and all of them less a quarter of the other steps. The other rules judge a rank's own
-numbers: its reports, its residual, its seconds. The rank sends its verdict with the next step, as
-one number in a payload's header (the measure "verdict"). So a decision takes no collective of its
-own, and depends only on numbers that all ranks have.
+in a row, and all of them less a quarter of the other steps. For the other rules, each rank sends
+one number with its next step, in a payload's header (the measure "verdict"): the value that it
+reported, or its verdict on its own residual or seconds, or on a loss that is a NaN. So a decision
+takes no collective of its own, and depends only on numbers that all ranks have.
 
-A rule counts strikes: how often in a row its number was out of range; a report that is far out
-counts as several. It warns at half of the strikes at which it fires, so that a single outlier does
-nothing.
+The rule `trend` follows the mean of the values of all ranks, so that more ranks add no noise. It
+learns how far the smoothed mean usually rises above its least value. These rises have the noise of
+the values in them, their autocorrelation, and any swing or drift that is usual.
 """
 
 from __future__ import annotations
@@ -31,69 +31,66 @@ from horovod_topk.guard import BY_CLOCK, OF_ONE_RANK, REASONS, Guard
 
 log = logging.getLogger("horovod_topk")
 
-# A verdict is 0 if no rule warns, the rule's position in `OF_ONE_RANK` (from 1 on) if it warns, and
-# FIRES plus that position if the rule fires.
-FIRES = 8.0
+# A rank's verdict is 0 if no rule warns, the rule's position in `OF_ONE_RANK` (from 1 on) if it
+# warns, and FIRES plus that position if the rule fires. VERDICT times that is beyond all reports.
+FIRES, VERDICT = 8, 1e33
+HUGE = 1e30  # a report of this magnitude counts as a NaN
 STAGES = COMPRESSING, FLUSHING, DENSE = 0, 1, 3  # 2 and 4 are of older versions' checkpoints
 
-STRIKES = {"trend": 16, "residual": 3, "slower": 2}  # strikes in a row at which a rule fires
+STRIKES = {"trend": 4, "residual": 3, "slower": 2}  # strikes in a row at which a rule fires
 SMOOTH = 8  # a usual value is a running mean over about so many reports or samples
-REPORTS, SAMPLES = 10, 8  # the first ones only set the usual value, and count no strike
-LEARNT = 20  # the noise is a running mean over about so many reports
-QUIET = 0.04  # least noise, as a share of the smoothed value,
-SETTLED = 0.004  # and of the largest smoothed value so far
-SMALLEST = 1e-4  # least noise in any case: the margin does not vanish with the value
-FALL = 4  # a report counts as noise of at most so many margins where it is below the others
-FORGET = 500  # reports after which the smallest smoothed value has mostly been forgotten
+REPORTS, SAMPLES = 20, 8  # the first ones only set the usual value, and count no strike
+SHARE, LITTLE = 1 / 7, 1 / 350  # least usual rise, of the least and of the largest smoothed value
+SCARCE = 100  # reports up to which the usual rise is not known well, and taken larger,
+WHOLE = 2 / 7  # but at most this share of the mean
+MEMORY = 64, 4  # usual rise and least value are of the last 64 reports and a fourth of all before
+PATIENCE = 32, 32  # reports above the limit at which `trend` fires: 32 and a 32nd of all before
+HEALED = 0.15  # the count starts anew where the value has fallen by this share of its rise
+UP = 4  # a report moves the smoothed value as if it were so many limits above it, or one below it
 TRIAL = 3  # dense steps in a trial; the first is not timed
-FAR = 2  # a single report above the margin times this is a strike,
-VERY_FAR, WEIGHT = 4, 4  # and one above the margin times `VERY_FAR` is `WEIGHT` strikes,
-HUGE = 1e30  # as is a report of this magnitude or a NaN in any case
 KEPT = 16  # newest warnings that are kept
 PARDON = 0.25  # what a committed step takes off the count of skipped steps
-SHARE = 2  # the rule `nonfinite` also fires at so many times its limit of skipped steps
+OFTEN = 2  # the rule `nonfinite` also fires at so many times its limit of skipped steps
 
 
 class Memory(NamedTuple):
     """A guard's counters and running means, as saved in state dicts and sent to joining ranks."""
 
-    stage: float = COMPRESSING  # equal on all ranks, as are the next six fields and `skipped`
+    stage: float = COMPRESSING  # fields from here on are equal on all ranks
     since: float = 0  # committed steps in this stage
     flagged: float = 0  # steps in a row with a NaN or an infinity
     nonfinite: float = 0  # how often this rule has fired, as in the next three fields
     trend: float = 0
     residual: float = 0
     slower: float = 0
-    reports: float = 0  # number of reports that were learnt from; from here on, this rank's own
-    level: float = 0.0  # running mean of the reports
-    noise: float = 0.0  # running mean of a report's distance from the one before or the level
-    last: float = 0.0  # the last report
+    skipped: float = 0.0  # steps with a NaN or an infinity, less `PARDON` for each other step
+    reports: float = 0  # number of mean reports that were learnt from
+    level: float = 0.0  # running mean of the mean reports
     least: float = 0.0  # the smallest recent level
-    strayed: float = 0  # strikes of `trend`
-    samples: float = 0  # number of samples of the residual
+    height: float = 0.0  # the largest magnitude of the level
+    mean: float = 0.0  # slower running mean of the level
+    rises: float = 0.0  # running mean of the squares of the level's rises above `least`
+    strayed: float = 0  # reports in a row for which the level was above its limit
+    peak: float = 0.0  # the highest level of these reports
+    samples: float = 0  # number of samples of the residual; from here on, this rank's own
     usual: float = 0.0  # running mean of log(residual norm / gradient norm)
     grown: float = 0  # strikes of `residual`
     compressed: float = 0.0  # seconds of encoding, decoding and waiting in a compressed step
     dense: float = 0.0  # the same seconds in a dense step
     slow: float = 0  # strikes of `slower`
-    skipped: float = 0.0  # steps with a NaN or an infinity, less `PARDON` for each other step
-    height: float = 0.0  # the largest magnitude of `level`
+    broken: float = 0  # strikes of `trend`: reports in a row that were a NaN
+    told: float = 0.0  # sum of the reports that this rank has not sent yet
+    untold: float = 0  # number of these reports
+    sent: float = 0.0  # number that this rank sends with the present step
 
 
-COMMON = (*Memory._fields[: Memory._fields.index("reports")], "skipped")  # equal on all ranks
-LENGTHS = len(Memory._fields) - 2, len(Memory._fields)  # of saved memories: of older versions, too
-SIGNED = {"level", "last", "least", "usual"}  # fields that may be negative
-
-
-def is_memory(numbers: Sequence[float]) -> bool:
-    """Whether finite numbers are a memory that a guard can have."""
-    known = Memory(*numbers)
-    negative = (value < 0 for name, value in known._asdict().items() if name not in SIGNED)
-    return known.stage in STAGES and not any(negative)
-
+COMMON = Memory._fields[: Memory._fields.index("samples")]  # equal on all ranks
+COUNTS = Memory._fields[3:7]  # kept in a fall-back, after which all else is learnt anew
+OLDER = 19, 21  # lengths of memories that older versions saved
+SIGNED = {"level", "least", "mean", "peak", "usual", "told", "sent"}  # fields that may be negative
 
 _SHOWN = {
-    "trend": "the reported value has left its trend",
+    "trend": "the reported value is a NaN or too large",
     "residual": "the norm of the residual is far above its usual share of the gradient's",
     "slower": "compression takes longer than dense gradients would",
 }
@@ -129,54 +126,31 @@ class Watch:
             return False
         return guard.trial_every - TRIAL <= committed % guard.trial_every
 
-    @property
-    def verdict(self) -> float:
-        """This rank's verdict, which it sends to the others as the measure `VERDICT`."""
-        memory, found = self.memory, 0.0
-        if self._guard is None or self.has_ended:
-            return found
-        strikes = (memory.strayed, memory.grown, memory.slow)
-        pairs = zip(OF_ONE_RANK, strikes, strict=True)
-        for position, (rule, count) in enumerate(pairs, start=1):
-            if count >= STRIKES[rule]:
-                found = max(found, FIRES + position)
-            elif 2 * count >= STRIKES[rule]:
-                found = max(found, float(position))
-        return found
-
     # Observations of this rank.
 
     def report(self, value: float) -> None:
-        """Apply the rule `trend` to a value that the user reports; lower values are better."""
+        """Note a value that the user reports, for the rule `trend`; lower values are better."""
         if self._guard is None or self._guard.trend is None or self.has_ended:
             return
         m = self.memory
-        if value == 0.0:  # a term of weight 0, or a batch that is masked whole, tells nothing
-            return
         if not abs(value) < HUGE:
-            self.memory = m._replace(strayed=m.strayed + WEIGHT)
-            return
-        is_learnt = m.reports >= REPORTS
-        usual = max(m.noise, QUIET * abs(m.level), SETTLED * m.height, SMALLEST)
-        margin, away = self._guard.trend * usual, value - m.level
-        # A single outlier moves the level by a fourth of the margin, and the noise by a tenth.
-        step = min(away, 2 * margin) if is_learnt else away
-        level = m.level + max(1 / SMOOTH, 1 / (m.reports + 1)) * step
-        if is_learnt and (level > m.least + margin or value > m.least + FAR * margin):
-            weight = WEIGHT if value > m.least + VERY_FAR * margin else 1
-            self.memory = m._replace(level=level, last=value, strayed=m.strayed + weight)
-            return
-        noise = m.noise
-        if m.reports:
-            distance = abs(value - m.last)  # of neighbours: a falling loss adds little to it
-            if is_learnt:
-                # What falls may rise again by as much, as with tasks in turn.
-                distance = max(min(distance, 2 * usual), min(-away, FALL * margin))
-            noise += max(1 / LEARNT, 1 / m.reports) * (distance - noise)
-        least = min(level, m.least + (level - m.least) / FORGET) if m.reports else level
-        learnt = {"reports": m.reports + 1, "level": level, "noise": noise, "least": least}
-        height = max(m.height, abs(level))
-        self.memory = m._replace(**learnt, last=value, strayed=0, height=height)
+            self.memory = m._replace(broken=m.broken + 1)
+        elif value != 0.0:  # a term of weight 0, or a batch that is masked whole, tells nothing
+            self.memory = m._replace(told=m.told + value, untold=m.untold + 1, broken=0)
+
+    def tell(self) -> float:
+        """Return the number that this rank sends to all with its next step, the measure `VERDICT`.
+
+        It is the mean of the reports since the last call, 0 if there are none, or a verdict.
+        """
+        m, verdict = self.memory, 0
+        pairs = zip(OF_ONE_RANK, (m.broken, m.grown, m.slow), strict=True)
+        for position, (rule, count) in enumerate(pairs, start=1):
+            if 2 * count >= STRIKES[rule]:
+                verdict = max(verdict, position + FIRES * (count >= STRIKES[rule]))
+        sent = verdict * VERDICT if verdict else m.told / max(m.untold, 1.0)
+        self.memory = m._replace(told=0.0, untold=0, sent=sent)
+        return sent
 
     def sample(self, ratio: float) -> None:
         """Apply the rule `residual` to one step's residual norm divided by its gradient norm."""
@@ -215,7 +189,7 @@ class Watch:
     # Decisions of all ranks.
 
     def end(
-        self, step: int, *, committed: bool, flagged: bool, verdicts: Sequence[float], logs: bool
+        self, step: int, *, committed: bool, flagged: bool, told: Sequence[float], logs: bool
     ) -> str:
         """Decide at the end of a step whether the guard enters its next stage.
 
@@ -223,7 +197,7 @@ class Watch:
             step: its number.
             committed: whether the step was committed; else it was rolled back.
             flagged: whether some rank had a NaN or an infinity.
-            verdicts: verdicts that ranks sent in this step, in rank order; (): none are usable.
+            told: numbers that ranks sent in this step, in rank order; (): none are usable.
             logs: whether this rank writes to the log.
 
         Returns:
@@ -239,15 +213,18 @@ class Watch:
         count = 0.0 if committed else m.flagged + 1
         skipped = max(0.0, m.skipped - PARDON) if committed else m.skipped + 1
         self.memory = m._replace(flagged=count, skipped=skipped)
-        rule, why, fires = self._judge(verdicts if committed else ())
+        verdicts = [round(each / VERDICT) for each in told] if committed else []
+        reports = [each for each in told if 0.0 < abs(each) <= HUGE] if committed else []
+        if reports:
+            self._follow(math.fsum(reports) / len(reports))
+        rule, why, fires = self._judge(verdicts)
         if not fires:
             if rule and rule != self._warned:
                 self._say(f"step {step}: {why}. If that goes on, compression ends", logs)
             self._warned = rule
             return ""
-        fallen = {"stage": float(FLUSHING), rule: getattr(self.memory, rule) + 1}
-        self.memory = Memory(**{each: getattr(self.memory, each) for each in COMMON})
-        self.memory = self.memory._replace(since=0, flagged=0, skipped=0.0, **fallen)
+        counts = {each: getattr(self.memory, each) + (each == rule) for each in COUNTS}
+        self.memory = Memory(stage=float(FLUSHING), **counts)
         self._say(f"step {step}: {why}. All ranks go back to dense gradients. {self._then}", logs)
         return REASONS[0] if rule == "nonfinite" else rule
 
@@ -261,14 +238,11 @@ class Watch:
     def resume(self, saved: Sequence[float], *, own: bool) -> None:
         """Load a guard's memory from a state dict or another rank.
 
-        own: whether this rank saved it; else the rank keeps its own running means, if it has any.
+        own: whether this rank saved it; else the rank keeps its own running means.
         """
         known = Memory(*saved) if saved else Memory()
-        if own or not (self.memory.reports or self.memory.samples or self.memory.compressed):
-            self.memory = known
-        else:
-            common = {each: getattr(known, each) for each in COMMON}
-            self.memory = self.memory._replace(**common)
+        common = {each: getattr(known, each) for each in COMMON}
+        self.memory = known if own else self.memory._replace(**common)
 
     @property
     def _then(self) -> str:
@@ -279,30 +253,65 @@ class Watch:
             return then
         return f"{then}; compression comes back after {self._guard.cool_down} dense steps"
 
-    def _judge(self, verdicts: Sequence[float]) -> tuple[str, str, bool]:
-        """Find a rule that warns or fires: its name, a text, and whether it fires; empty: none."""
+    def _follow(self, value: float) -> None:
+        """Apply the rule `trend` to the mean of the reports of all ranks."""
+        m, limit = self.memory, self._limit
+        is_learnt, n = m.reports >= REPORTS, m.reports + 1
+        away = max(-limit, min(value - m.level, UP * limit)) if is_learnt else value - m.level
+        level = m.level + max(1 / SMOOTH, 1 / n) * away
+        least = m.least if m.reports else level
+        rise, share = level - least, 1 / (MEMORY[0] + n / MEMORY[1])
+        least += rise if rise < 0 else share * rise
+        self.memory = m._replace(level=level, least=least, strayed=0)
+        if is_learnt and rise > limit:
+            peak = max(level, m.peak) if m.strayed else level
+            has_healed = level < peak - HEALED * (peak - m.least)
+            self.memory = self.memory._replace(strayed=not has_healed and m.strayed + 1, peak=peak)
+            return
+        share = max(share, 1 / n)
+        mean = m.mean + share * (level - m.mean)
+        rises = m.rises + share * (max(rise, 0.0) ** 2 - m.rises)
+        height = max(m.height, abs(level))
+        self.memory = self.memory._replace(reports=n, mean=mean, rises=rises, height=height)
+
+    @property
+    def _limit(self) -> float:
+        """A rise of the smoothed reports above their least value that is out of range."""
+        assert self._guard is not None and self._guard.trend is not None
+        m, scarce = self.memory, SCARCE / max(self.memory.reports, 1.0)
+        usual = math.sqrt(m.rises) * (1 + scarce)
+        if m.least > 0.0:
+            usual = min(usual, WHOLE * m.mean * max(1.0, 1 / scarce))
+        return self._guard.trend * max(usual, SHARE * abs(m.least), LITTLE * m.height)
+
+    def _judge(self, verdicts: Sequence[int]) -> tuple[str, str, bool]:
+        """Find a rule that warns or fires: its name, a text, and whether it fires; empty: none.
+
+        verdicts: those of all ranks on their own numbers; (): none are usable.
+        """
         assert self._guard is not None
-        count, limit = int(self.memory.flagged), self._guard.nonfinite
-        often = limit is not None and self.memory.skipped >= limit
+        m, limit = self.memory, self._guard.nonfinite
         share = "more than a fifth of the last steps had a NaN or an infinity"
-        if limit is not None and count:  # a step that was committed is no reason to fall back
-            fires = count >= limit or self.memory.skipped >= SHARE * limit
+        often = limit is not None and m.skipped >= limit
+        if limit is not None and m.flagged:  # a step that was committed is no reason to fall back
+            count, fires = int(m.flagged), m.flagged >= limit or m.skipped >= OFTEN * limit
             if 2 * count >= limit:
                 found = f"{count} step{'s' * (count > 1)} in a row had a NaN or an infinity"
                 return "nonfinite", found, fires
             if often:
                 return "nonfinite", share, fires
-        rules = [each for each in verdicts if each]
-        slow = [each for each in rules if each % FIRES == OF_ONE_RANK.index(BY_CLOCK) + 1]
+        slow = [each for each in verdicts if each % FIRES == OF_ONE_RANK.index(BY_CLOCK) + 1]
         if 2 * len(slow) <= len(verdicts):  # a slow rank makes the others wait at every level
-            rules = [each for each in rules if each not in slow]
-        if not rules:
-            return ("nonfinite", share, False) if often else ("", "", False)
-        worst = max(rules)
-        rule = OF_ONE_RANK[int(worst % FIRES) - 1]
-        ranks = [rank for rank, each in enumerate(verdicts) if each == worst]
-        where = f"on rank {', '.join(map(str, ranks[:8]))} "
-        return rule, where + _SHOWN[rule], worst >= FIRES
+            verdicts = [0 if each in slow else each for each in verdicts]
+        worst = max(verdicts, default=0)
+        strayed = m.strayed / (PATIENCE[0] + m.reports / PATIENCE[1])
+        if 2 * strayed >= 1 and worst < FIRES:
+            return "trend", "the mean of the reported values has left its trend", strayed >= 1
+        if worst:
+            rule = OF_ONE_RANK[worst % FIRES - 1]
+            ranks = [str(rank) for rank, each in enumerate(verdicts) if each == worst]
+            return rule, f"on rank {', '.join(ranks[:8])} {_SHOWN[rule]}", worst > FIRES
+        return ("nonfinite", share, False) if often else ("", "", False)
 
     def _go_on(self, step: int, logs: bool) -> None:
         """Enter the next stage after a committed dense step, if it is time."""
@@ -326,15 +335,27 @@ class Watch:
 def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
     """What a guard remembered when a state dict was made; (): nothing.
 
+    Of an older version's memory, the rule `trend` is to learn anew.
+
     Raises:
         StateDictError: it is not a list of as many finite numbers, or a counter is out of range.
     """
-    memory = state.get(GUARD, [])
-    if not (are_numbers(memory) and len(memory) in (0, *LENGTHS)):
-        limits = f"which is not a list of {LENGTHS[-1]} finite numbers"
-        raise refused(f"a guard remembers {memory!r}, {limits}")
-    if memory and not is_memory(memory):
+    saved: object = state.get(GUARD, [])
+    if saved == []:
+        return ()
+    if not (are_numbers(saved) and len(saved) in (*OLDER, len(Memory._fields))):
+        limits = f"which is not a list of {len(Memory._fields)} finite numbers"
+        raise refused(f"a guard remembers {saved!r}, {limits}")
+    known = Memory(*saved) if len(saved) not in OLDER else _of_older(saved)
+    negative = (value < 0 for name, value in known._asdict().items() if name not in SIGNED)
+    if known.stage not in STAGES or any(negative):
         older = "Remove 'guard' from that of an older version whose guard was handing momentum over"
         what = "of which a counter is negative or the stage is none"
-        raise refused(f"a guard remembers {memory!r}, {what}", f"{FOREIGN}. {older}")
-    return memory
+        raise refused(f"a guard remembers {saved!r}, {what}", f"{FOREIGN}. {older}")
+    return known
+
+
+def _of_older(saved: Sequence[float]) -> Memory:
+    """The memory that an older version saved, less what its rule `trend` had learnt."""
+    names = ("samples", "usual", "grown", "compressed", "dense", "slow", "skipped")
+    return Memory(*saved[:7], **dict(zip(names, saved[13:20], strict=False)))

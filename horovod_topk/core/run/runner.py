@@ -295,7 +295,7 @@ class StepRunner(State[Array]):
         if level != self._level or self.rank_and_ranks != self._ranks:
             self._switch_level(*level)
         self.step.samples = self.steps % self._sampled == 0
-        self._numbers[VERDICT] = self.guard.verdict
+        self._numbers[VERDICT] = self.guard.tell()
         self.step.update_measures()
         if self._followers is not None:
             self._followers.begin_step()

@@ -176,8 +176,8 @@ class State(Counting[Array]):
             "flagged": bool(flagged),
             "logs": self.rank_and_ranks[0] == 0,
         }
-        verdicts = () if measures is None else measures.get(VERDICT, ())
-        return self.guard.end(self.ended + 1, verdicts=verdicts, **ending)
+        told = () if measures is None else measures.get(VERDICT, ())
+        return self.guard.end(self.ended + 1, told=told, **ending)
 
     @property
     def saturates(self) -> bool:
