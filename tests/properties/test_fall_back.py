@@ -13,7 +13,7 @@ from oracle.schedules import ByGradient
 from oracle.two_rounds import TwoRounds
 from oracle.world import SPECS, Gradients, World, gradients, same_bits
 
-from horovod_topk.core.control.guard import COMPRESSING, DENSE, FLUSHING
+from horovod_topk.core.control.guard import COMMON, COMPRESSING, DENSE, FLUSHING, VERDICT
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.guard import Guard
@@ -131,37 +131,40 @@ def test_a_momentum_that_is_a_number_stays_corrected() -> None:
 
 
 @pytest.mark.parametrize("kind", METHODS)
-def test_the_verdict_of_one_rank_decides_for_all(kind: str) -> None:
+def test_reports_of_some_ranks_decide_for_all(kind: str) -> None:
     job = world(METHODS[kind])
-    reported = [[1.0 + 0.1 * (step % 2) for step in range(24)] for _ in range(4)]
-    reported[0] += [30.0] * 8  # rank 0 is an owner with every exchange
+    reported = [[1.0 + 0.1 * (step % 2) for step in range(30)] for _ in range(4)]
+    reported[0] += [300.0] * 50  # rank 0 is an owner with every exchange
     fell = list[Any]()
     for rank in job.ranks:
         rank.on_step(lambda counters: fell.append(counters.fell_back))
-    for step in range(34):
+    for step in range(80):
         take(job, gradients(4, step))
         for rank, values in zip(job.ranks, reported, strict=True):
             if step < len(values):
                 rank.guard.report(values[step])
+        assert len({rank.guard.memory[: len(COMMON)] for rank in job.ranks}) == 1
     assert [each for each in fell if each] == ["trend"] * 4
     assert stages(job) == {DENSE}
     assert {rank.guard.warnings for rank in job.ranks} == {job.ranks[0].guard.warnings}
 
 
-def test_the_bytes_of_a_verdict() -> None:
+def test_the_bytes_of_a_report_and_a_verdict() -> None:
     silent, telling = world(replace(TOPK, guard=None), 2), world(TOPK, 2)
     for job in (silent, telling):
         job.step(gradients(2))
     (_, plain), (_, told) = (each.payloads(0)[0] for each in (silent, telling))
     assert len(plain) == len(told)  # the measure fits into the padding before the body
     assert told[28:32].rstrip(b"\0") == plain[24:32].rstrip(b"\0")
+    telling.ranks[0].guard.report(0.3)
     for _ in range(2):
         telling.ranks[1].guard.report(math.nan)
     telling.step(gradients(2, 1))
     last = [dict(telling.payloads(rank))["job.0.0"][24:28] for rank in range(2)]
-    assert last == [bytes(4), np.float32(1.0).tobytes()]
+    numbers = [float(np.float32(each)) for each in (0.3, VERDICT)]
+    assert last == [np.float32(each).tobytes() for each in numbers]
     heard = [rank.arrived for rank in telling.ranks]
-    assert heard == [{0: [(0.0,), (1.0,)], 1: [(0.0,), (0.0,)]}] * 2
+    assert heard == [{0: [(numbers[0],), (numbers[1],)], 1: [(0.0,), (0.0,)]}] * 2
 
 
 def test_dense_gradients_of_many_ranks_are_not_gathered() -> None:
