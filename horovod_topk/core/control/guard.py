@@ -41,8 +41,8 @@ STRIKES = {"trend": 4, "residual": 3, "slower": 2}  # strikes in a row at which 
 SMOOTH = 8  # a usual value is a running mean over about so many reports or samples
 REPORTS, SAMPLES = 20, 8  # the first ones only set the usual value, and count no strike
 SHARE, LITTLE = 1 / 7, 1 / 350  # least usual rise, of the least and of the largest smoothed value
-SCARCE = 100  # reports up to which the usual rise is not known well, and taken larger,
-WHOLE = 2 / 7  # but at most this share of the mean
+WHOLE = 2 / 7  # largest usual rise, of the mean, while losses are above zero
+SCARCE = 100  # reports up to which the usual rise is not known well, and taken larger
 MEMORY = 64, 4  # usual rise and least value are of the last 64 reports and a fourth of all before
 PATIENCE = 32, 32  # reports above the limit at which `trend` fires: 32 and a 32nd of all before
 HEALED = 0.15  # the count starts anew where the value has fallen by this share of its rise
@@ -278,10 +278,10 @@ class Watch:
     def _limit(self) -> float:
         """A rise of the smoothed reports above their least value that is out of range."""
         assert self._guard is not None and self._guard.trend is not None
-        m, scarce = self.memory, SCARCE / max(self.memory.reports, 1.0)
-        usual = math.sqrt(m.rises) * (1 + scarce)
+        m = self.memory
+        usual = math.sqrt(m.rises) * (1 + SCARCE / max(m.reports, 1.0))
         if m.least > 0.0:
-            usual = min(usual, WHOLE * m.mean * max(1.0, 1 / scarce))
+            usual = min(usual, WHOLE * m.mean)
         return self._guard.trend * max(usual, SHARE * abs(m.least), LITTLE * m.height)
 
     def _judge(self, verdicts: Sequence[int]) -> tuple[str, str, bool]:
