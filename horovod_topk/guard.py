@@ -28,10 +28,10 @@ class Guard:
             twice this many: where more than a fifth of all steps are rolled back.
         trend: fires when reported values, such as losses, rise and stay up. Values are averaged
             over ranks and smoothed over 8 reports. A rise above the least recent value counts if it
-            is larger than `trend` times the usual rise, which is learnt, and taken as at least a
-            seventh of the least value: with 3.5, a value that has risen by half. It fires after 32
-            such reports in a row, and one more for each 32 before, unless the value falls again by
-            15% of the rise. It also fires at 4 reports in a row that are a NaN on one rank. Lower
+            is larger than `trend` times the usual rise, which is learnt, and taken as at least an
+            eighth of the least value: with 4.0, a value that has risen by half. The rule fires
+            after 32 such reports in a row, and one more for each 32 before, unless the value falls
+            by 15% of its rise; and after 4 reports in a row that were a NaN on one rank. Lower
             values have to be better. The first 20 reports are only learnt from, and 0 is ignored;
             without `horovod_topk.report` the rule never fires.
         residual: fires when (residual norm / gradient norm) of a rank, both at the same learning
@@ -49,7 +49,7 @@ class Guard:
     """
 
     nonfinite: int | None = 16  # steps in a row
-    trend: float | None = 3.5  # times the usual rise of the smoothed reports
+    trend: float | None = 4.0  # times the usual rise of the smoothed reports
     residual: float | None = None  # times the usual ratio of residual and gradient norm
     slower: float | None = None  # times the seconds of a dense step
     trial_every: int = 500  # steps

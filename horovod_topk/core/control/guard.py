@@ -14,9 +14,9 @@ one number with its next step, in a payload's header (the measure "verdict"): th
 reported, or its verdict on its own residual or seconds, or on a loss that is a NaN. So a decision
 takes no collective of its own, and depends only on numbers that all ranks have.
 
-The rule `trend` follows the mean of the values of all ranks, so that more ranks add no noise. It
-learns how far the smoothed mean usually rises above its least value. These rises have the noise of
-the values in them, their autocorrelation, and any swing or drift that is usual.
+The rule `trend` follows the mean of the values of all ranks, so that more ranks add no noise, and
+learns how far it usually rises, once smoothed, above its least value. These rises have the noise of
+the values in them, their autocorrelation, and usual swings and drifts.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ STAGES = COMPRESSING, FLUSHING, DENSE = 0, 1, 3  # 2 and 4 are of older versions
 STRIKES = {"trend": 4, "residual": 3, "slower": 2}  # strikes in a row at which a rule fires
 SMOOTH = 8  # a usual value is a running mean over about so many reports or samples
 REPORTS, SAMPLES = 20, 8  # the first ones only set the usual value, and count no strike
-SHARE, LITTLE = 1 / 7, 1 / 350  # least usual rise, of the least and of the largest smoothed value
-WHOLE = 2 / 7  # largest usual rise, of the mean, while losses are above zero
-SCARCE = 100  # reports up to which the usual rise is not known well, and taken larger
+SHARE, LITTLE = 1 / 8, 1 / 400  # least usual rise, of the least and of the largest smoothed value
+WHOLE = 1 / 4  # largest usual rise, of the mean, while losses are above zero
 MEMORY = 64, 4  # usual rise and least value are of the last 64 reports and a fourth of all before
-PATIENCE = 32, 32  # reports above the limit at which `trend` fires: 32 and a 32nd of all before
+PATIENCE = 32  # reports above the limit at which `trend` fires, and one for so many before
 HEALED = 0.15  # the count starts anew where the value has fallen by this share of its rise
 UP = 4  # a report moves the smoothed value as if it were so many limits above it, or one below it
 TRIAL = 3  # dense steps in a trial; the first is not timed
@@ -262,24 +261,28 @@ class Watch:
         least = m.least if m.reports else level
         rise, share = level - least, 1 / (MEMORY[0] + n / MEMORY[1])
         least += rise if rise < 0 else share * rise
-        self.memory = m._replace(level=level, least=least, strayed=0)
         if is_learnt and rise > limit:
             peak = max(level, m.peak) if m.strayed else level
-            has_healed = level < peak - HEALED * (peak - m.least)
-            self.memory = self.memory._replace(strayed=not has_healed and m.strayed + 1, peak=peak)
+            strayed = 0 if level < peak - HEALED * (peak - m.least) else m.strayed + 1
+            self.memory = m._replace(level=level, least=least, strayed=strayed, peak=peak)
             return
         share = max(share, 1 / n)
-        mean = m.mean + share * (level - m.mean)
-        rises = m.rises + share * (max(rise, 0.0) ** 2 - m.rises)
-        height = max(m.height, abs(level))
-        self.memory = self.memory._replace(reports=n, mean=mean, rises=rises, height=height)
+        self.memory = m._replace(
+            reports=n,
+            level=level,
+            least=least,
+            height=max(m.height, abs(level)),
+            mean=m.mean + share * (level - m.mean),
+            rises=m.rises + share * (max(rise, 0.0) ** 2 - m.rises),
+            strayed=0,
+        )
 
     @property
     def _limit(self) -> float:
         """A rise of the smoothed reports above their least value that is out of range."""
         assert self._guard is not None and self._guard.trend is not None
         m = self.memory
-        usual = math.sqrt(m.rises) * (1 + SCARCE / max(m.reports, 1.0))
+        usual = math.sqrt(m.rises) * (1 + MEMORY[0] / max(m.reports, 1.0))  # few tell too little
         if m.least > 0.0:
             usual = min(usual, WHOLE * m.mean)
         return self._guard.trend * max(usual, SHARE * abs(m.least), LITTLE * m.height)
@@ -304,7 +307,7 @@ class Watch:
         if 2 * len(slow) <= len(verdicts):  # a slow rank makes the others wait at every level
             verdicts = [0 if each in slow else each for each in verdicts]
         worst = max(verdicts, default=0)
-        strayed = m.strayed / (PATIENCE[0] + m.reports / PATIENCE[1])
+        strayed = m.strayed / (PATIENCE + m.reports / PATIENCE)
         if 2 * strayed >= 1 and worst < FIRES:
             return "trend", "the mean of the reported values has left its trend", strayed >= 1
         if worst:
