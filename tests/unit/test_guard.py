@@ -90,6 +90,13 @@ def new_data(seed: int, rise: float, healing: float) -> list[float]:
     return [a * (1 + b) * (1 + c) for a, b, c in zip(falls, raised, noise, strict=True)]
 
 
+def new_task(seed: int, healing: float) -> list[float]:
+    """A loss that falls to a thousandth, and begins anew with another task."""
+    noise, learnt = wandering(0.5, 0.1, seed=seed), [math.exp(-i / 30) + 1e-3 for i in range(300)]
+    again = [3 * math.exp(-i / healing) + 1e-3 for i in range(300)]
+    return [a * (1 + b) for a, b in zip([*learnt, *again], noise, strict=True)]
+
+
 HEALTHY: dict[str, Callable[[int], list[float]]] = {
     "white noise": lambda seed: around(lambda _: 1.0, wandering(0.0, 0.2, seed=seed)),
     "it wanders by 8%": lambda seed: around(lambda _: 1.0, wandering(0.8, 0.08, seed=seed)),
@@ -109,6 +116,7 @@ HEALTHY: dict[str, Callable[[int], list[float]]] = {
     "it swings slowly": lambda seed: swinging(150, seed),
     "harder data": lambda seed: new_data(seed, 0.3, math.inf),
     "other data": lambda seed: new_data(seed, 4.0, 30.0),
+    "another task": lambda seed: new_task(seed, 20.0),
     "it rises slowly": lambda seed: around(lambda x: 1 + 2 * x, wandering(0.8, 0.05, seed=seed)),
     "a generator's": lambda s: around(
         lambda x: 3 - 2 * math.exp(-6 * x), wandering(0.5, 0.1, seed=s)

@@ -45,7 +45,7 @@ WHOLE = 1 / 4  # largest usual rise, of the mean, while losses are above zero
 MEMORY = 64, 4  # usual rise and least value are of the last 64 reports and a fourth of all before
 PATIENCE = 32  # reports above the limit at which `trend` fires, and one for so many before
 HEALED = 0.15  # the count starts anew where the value has fallen by this share of its rise
-UP = 4  # a report moves the smoothed value as if it were so many limits above it, or one below it
+UP = 4  # a report counts as at most so many limits (or present rises) above the rest; 1 below it
 TRIAL = 3  # dense steps in a trial; the first is not timed
 KEPT = 16  # newest warnings that are kept
 PARDON = 0.25  # what a committed step takes off the count of skipped steps
@@ -256,7 +256,8 @@ class Watch:
         """Apply the rule `trend` to the mean of the reports of all ranks."""
         m, limit = self.memory, self._limit
         is_learnt, n = m.reports >= REPORTS, m.reports + 1
-        away = max(-limit, min(value - m.level, UP * limit)) if is_learnt else value - m.level
+        away, most = value - m.level, max(limit, m.level - m.least)
+        away = max(-most, min(away, UP * most)) if is_learnt else away
         level = m.level + max(1 / SMOOTH, 1 / n) * away
         least = m.least if m.reports else level
         rise, share = level - least, 1 / (MEMORY[0] + n / MEMORY[1])
