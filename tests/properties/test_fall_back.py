@@ -203,7 +203,13 @@ def test_it_goes_on_where_a_state_dict_left_it(saved_at: int) -> None:
         exchanged = take(unbroken, given)
         if step >= saved_at:
             assert same_bits(take(resumed, given), exchanged)
+        for job in (unbroken, resumed):
+            for rank in job.ranks:
+                rank.guard.report(1.0 + 0.1 * step)
     assert same_bits(resumed.residuals(), unbroken.residuals())
+    known = [[rank.guard.memory for rank in job.ranks] for job in (unbroken, resumed)]
+    assert known[0] == known[1]
+    assert known[0][0].reports > 0
     assert stages(unbroken) == stages(resumed) == {COMPRESSING}
 
 
