@@ -574,7 +574,7 @@ def test_values_that_a_state_cannot_have_are_refused(backend: Backend, rule: Rul
         {"committed": -1},
         {"guard": [9.0, *[0.0] * 20]},
         {"guard": [0.5, *[0.0] * 20]},
-        {"guard": [*[0.0] * 7, -1.0, *[0.0] * 18]},
+        {"guard": [*[0.0] * 7, -1.0, *[0.0] * 19]},
         {"rates": {"w": 10**400}},
         {"rates": {"w": -0.1}},
     ],

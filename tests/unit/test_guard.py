@@ -44,7 +44,7 @@ def replay(*ranks: Sequence[float], guard: Guard | None = Guard()) -> tuple[int,
 
 def end(watch: Watch, step: int = 1, *, told: Iterable[float] = (), **how: Any) -> str:
     how = {"committed": True, "flagged": False, "logs": True, **how}
-    return watch.end(step, told=tuple(told), **how)
+    return watch.end(step, numbers=tuple(told), **how)
 
 
 def falling(count: int, noise: float = 0.05, seed: int = 0) -> list[float]:
@@ -356,7 +356,7 @@ def test_a_rank_keeps_its_own_numbers_when_others_join() -> None:
     theirs.sample(4.0)
     end(theirs, told=[5.0])
     mine.resume(theirs.memory, own=False)
-    assert mine.memory == theirs.memory._replace(usual=math.log(2.0), told=3.0, untold=1)
+    assert mine.memory == theirs.memory._replace(usual=math.log(2.0), unsent=3.0, waiting=1)
     mine.resume((), own=True)
     assert mine.memory == Memory()
 
@@ -468,5 +468,5 @@ def test_the_memory_of_an_older_version_is_loaded(length: int) -> None:
     known = known._replace(samples=8, usual=-0.5, grown=1, compressed=0.2, dense=0.1, slow=1)
     assert guard_of({"guard": saved}) == known
     assert guard_of({"guard": list(map(float, known))}) == known
-    with pytest.raises(StateDictError, match="which is not a list of 26 finite numbers"):
+    with pytest.raises(StateDictError, match="which is not a list of 27 finite numbers"):
         guard_of({"guard": saved[:18]})

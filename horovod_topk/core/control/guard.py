@@ -41,7 +41,7 @@ STRIKES = {"trend": 4, "residual": 3, "slower": 2}  # strikes in a row at which 
 SMOOTH = 8  # a usual value is a running mean over about so many reports or samples
 REPORTS, SAMPLES = 20, 8  # the first ones only set the usual value, and count no strike
 SHARE, LITTLE = 1 / 8, 1 / 400  # least usual rise, of the least and of the largest smoothed value
-WHOLE = 1 / 4  # largest usual rise, of the mean, while losses are above zero
+WHOLE = 1 / 4  # largest usual rise, of the mean, if no loss was below zero
 MEMORY = 64, 4  # usual rise and least value are of the last 64 reports and a fourth of all before
 PATIENCE = 32  # reports above the limit at which `trend` fires, and one for so many before
 HEALED = 0.15  # the count starts anew where the value has fallen by this share of its rise
@@ -69,6 +69,7 @@ class Memory(NamedTuple):
     height: float = 0.0  # the largest magnitude of the level
     mean: float = 0.0  # slower running mean of the level
     rises: float = 0.0  # running mean of the squares of the level's rises above `least`
+    negative: float = 0  # mean reports below zero
     strayed: float = 0  # reports in a row for which the level was above its limit
     peak: float = 0.0  # the highest level of these reports
     samples: float = 0  # number of samples of the residual; from here on, this rank's own
@@ -78,15 +79,23 @@ class Memory(NamedTuple):
     dense: float = 0.0  # the same seconds in a dense step
     slow: float = 0  # strikes of `slower`
     broken: float = 0  # strikes of `trend`: reports in a row that were a NaN
-    told: float = 0.0  # sum of the reports that this rank has not sent yet
-    untold: float = 0  # number of these reports
+    unsent: float = 0.0  # sum of the reports that this rank has not sent yet
+    waiting: float = 0  # number of these reports
     sent: float = 0.0  # number that this rank sends with the present step
 
 
 COMMON = Memory._fields[: Memory._fields.index("samples")]  # equal on all ranks
 COUNTS = Memory._fields[3:7]  # kept in a fall-back, after which all else is learnt anew
 OLDER = 19, 21  # lengths of memories that older versions saved
-SIGNED = {"level", "least", "mean", "peak", "usual", "told", "sent"}  # fields that may be negative
+SIGNED = {
+    "level",
+    "least",
+    "mean",
+    "peak",
+    "usual",
+    "unsent",
+    "sent",
+}  # fields that may be negative
 
 _SHOWN = {
     "trend": "the reported value is a NaN or too large",
@@ -135,7 +144,7 @@ class Watch:
         if not abs(value) < HUGE:
             self.memory = m._replace(broken=m.broken + 1)
         elif value != 0.0:  # a term of weight 0, or a batch that is masked whole, tells nothing
-            self.memory = m._replace(told=m.told + value, untold=m.untold + 1, broken=0)
+            self.memory = m._replace(unsent=m.unsent + value, waiting=m.waiting + 1, broken=0)
 
     def tell(self) -> float:
         """Return the number that this rank sends to all with its next step, the measure `VERDICT`.
@@ -147,8 +156,8 @@ class Watch:
         for position, (rule, count) in enumerate(pairs, start=1):
             if 2 * count >= STRIKES[rule]:
                 verdict = max(verdict, position + FIRES * (count >= STRIKES[rule]))
-        sent = verdict * VERDICT if verdict else m.told / max(m.untold, 1.0)
-        self.memory = m._replace(told=0.0, untold=0, sent=sent)
+        sent = verdict * VERDICT if verdict else m.unsent / max(m.waiting, 1.0)
+        self.memory = m._replace(unsent=0.0, waiting=0, sent=sent)
         return sent
 
     def sample(self, ratio: float) -> None:
@@ -188,7 +197,7 @@ class Watch:
     # Decisions of all ranks.
 
     def end(
-        self, step: int, *, committed: bool, flagged: bool, told: Sequence[float], logs: bool
+        self, step: int, *, committed: bool, flagged: bool, numbers: Sequence[float], logs: bool
     ) -> str:
         """Decide at the end of a step whether the guard enters its next stage.
 
@@ -196,7 +205,7 @@ class Watch:
             step: its number.
             committed: whether the step was committed; else it was rolled back.
             flagged: whether some rank had a NaN or an infinity.
-            told: numbers that ranks sent in this step, in rank order; (): none are usable.
+            numbers: those that ranks sent in this step, in rank order; (): none are usable.
             logs: whether this rank writes to the log.
 
         Returns:
@@ -212,8 +221,8 @@ class Watch:
         count = 0.0 if committed else m.flagged + 1
         skipped = max(0.0, m.skipped - PARDON) if committed else m.skipped + 1
         self.memory = m._replace(flagged=count, skipped=skipped)
-        verdicts = [round(each / VERDICT) for each in told] if committed else []
-        reports = [each for each in told if 0.0 < abs(each) <= HUGE] if committed else []
+        verdicts = [round(each / VERDICT) for each in numbers] if committed else []
+        reports = [each for each in numbers if 0.0 < abs(each) <= HUGE] if committed else []
         if reports:
             self._follow(math.fsum(reports) / len(reports))
         rule, why, fires = self._judge(verdicts)
@@ -254,7 +263,8 @@ class Watch:
 
     def _follow(self, value: float) -> None:
         """Apply the rule `trend` to the mean of the reports of all ranks."""
-        m, limit = self.memory, self._limit
+        m = self.memory._replace(negative=self.memory.negative + (value < 0.0))
+        limit = self._limit
         is_learnt, n = m.reports >= REPORTS, m.reports + 1
         away, most = value - m.level, max(limit, m.level - m.least)
         away = max(-most, min(away, UP * most)) if is_learnt else away
@@ -284,7 +294,7 @@ class Watch:
         assert self._guard is not None and self._guard.trend is not None
         m = self.memory
         usual = math.sqrt(m.rises) * (1 + MEMORY[0] / max(m.reports, 1.0))  # few tell too little
-        if m.least > 0.0:
+        if not m.negative:
             usual = min(usual, WHOLE * m.mean)
         return self._guard.trend * max(usual, SHARE * abs(m.least), LITTLE * m.height)
 

@@ -176,8 +176,8 @@ class State(Counting[Array]):
             "flagged": bool(flagged),
             "logs": self.rank_and_ranks[0] == 0,
         }
-        told = () if measures is None else measures.get(VERDICT, ())
-        return self.guard.end(self.ended + 1, told=told, **ending)
+        numbers = () if measures is None else measures.get(VERDICT, ())
+        return self.guard.end(self.ended + 1, numbers=numbers, **ending)
 
     @property
     def saturates(self) -> bool:
