@@ -7,8 +7,7 @@ strings (`from __future__ import annotations`).
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from types import MethodType
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 
 from horovod_topk.core.exchange.agreement import agree_on_nothing
 from horovod_topk.core.run.attached import ByHorovod
+from horovod_topk.core.run.base_compressor import on_class_too
 from horovod_topk.core.run.substitute import horovods
 from horovod_topk.ddp.refusals import check_model
 from horovod_topk.ddp.state import DDPState
@@ -29,8 +29,6 @@ from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.state import TrainingCompressor
 from horovod_topk.torch_training.tracing import untraced
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 Groups = Sequence[Sequence[Tensor]]
 TORCHS = {"none": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
 
@@ -76,16 +74,6 @@ class _Signature(inspect.Signature):
     @property
     def parameters(self) -> Any:
         return defaultdict(refuse_registering, super().parameters)
-
-
-class on_class_too(Generic[Parameters, Result]):  # noqa: N801  # it is used as a decorator
-    """A method that may be called on the class, for a compressor with default settings."""
-
-    def __init__(self, method: Callable[Concatenate[Any, Parameters], Result]) -> None:
-        self._method, self.__doc__ = method, method.__doc__
-
-    def __get__(self, instance: Any, owner: Any) -> Callable[Parameters, Result]:
-        return MethodType(self._method, owner() if instance is None else instance)
 
 
 class Compressor(TrainingCompressor):

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -17,7 +17,7 @@ from horovod.tensorflow.compression import Compressor as HorovodCompressor
 from horovod_topk import reporting
 from horovod_topk.core.control.schedule import Schedule
 from horovod_topk.core.run.attached import ByHorovod
-from horovod_topk.core.run.base_compressor import BaseCompressor
+from horovod_topk.core.run.base_compressor import BaseCompressor, on_class_too
 from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.core.run.substitute import horovods
 from horovod_topk.core.state.state_dict import nested, parts_of
@@ -25,8 +25,9 @@ from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.methods.topk import Presets, TopK
+from horovod_topk.tensorflow.adapting import Adapted, adapted_to, find_adapted
 from horovod_topk.tensorflow.collective import HorovodTalk
-from horovod_topk.tensorflow.memory import Memory, memory_of_tapes
+from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.planning import TapeSettings
 from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
 from horovod_topk.tensorflow.state import OptimizerState
@@ -48,7 +49,8 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
     and float64 for float64 gradients. Sparse gradients (tf.IndexedSlices) are exchanged by Horovod,
     uncompressed, unless `sparse_as_dense=True` is passed with `compression=`; with `momentum` or
     `clip_norm` they are an error without it. A tf.function has a branch for each ratio of `warmup`.
-    With a tape, the optimizer is not known: `momentum` has to be a number, and `follow_lr` is off.
+    With a tape, the optimizer is not known until `adapt(optimizer)` tells it: `momentum` has to be
+    a number, and `follow_lr` is off.
 
     Args:
         grad_scaler: for tapes only, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
@@ -76,8 +78,41 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         self._states: weakref.WeakKeyDictionary[OptimizerState, weakref.ref[Memory]]
         self._states = weakref.WeakKeyDictionary()
         self._manager: Manager | None = None
+        self._adapted: list[weakref.ref[Adapted]] = []  # kept by their optimizers
         self._calls: list[Callable[[OptimizerState], None]] = []  # before there was a state
         self._waiting: list[Mapping[str, Any]] = []  # state dicts loaded before there was a state
+
+    @on_class_too
+    def adapt(self, optimizer: Any, variables: Iterable[Any] | None = None) -> Compressor:
+        """Tell gradient tapes which optimizer applies their gradients.
+
+        The optimizer is changed in place: `apply` and `apply_gradients` do with exchanged gradients
+        what a distributed optimizer does. Call it on every rank, once, after `hvd.init()`.
+
+            compression = TopKEF(ratio=0.01).adapt(optimizer)
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+
+        Args:
+            optimizer: of Keras 3 or tf-keras, legacy or not, or a `LossScaleOptimizer` around one.
+            variables: the variables that it updates, if there are several optimizers; None: all.
+
+        Returns:
+            This compressor.
+
+        Raises:
+            ConfigError, UnsupportedOperationError: optimizer and settings cannot be combined; the
+                optimizer has not changed.
+        """
+        if horovods() is None:
+            adapted = adapted_to(optimizer, self, variables)
+            others = [each for each in self.adapted if each is not adapted]
+            self._adapted = [weakref.ref(each) for each in (*others, adapted)]
+        return self
+
+    @property
+    def adapted(self) -> list[Adapted]:
+        """The adapted optimizers that still exist, in the order of `adapt`."""
+        return [each for known in self._adapted if (each := known()) is not None]
 
     @staticmethod
     def of(optimizer: Any = None) -> OptimizerState:
@@ -97,12 +132,14 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         if name := horovods():
             return ByHorovod(name, "tensorflow")  # type: ignore[return-value]
         holder = optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
-        exchange: Any = getattr(holder, "_allreduce_grads", None)
+        adapted = find_adapted(optimizer)
+        exchange: Any = getattr(holder, "_allreduce_grads", adapted)
         if not isinstance(getattr(exchange, "compressor", None), Compressor):
             raise NotAttachedError(
                 f"{type(optimizer).__name__} was not built with compression=TopKEF",
                 cure="Pass what hvd.DistributedOptimizer(..., compression=TopKEF) or "
-                "hvd.DistributedGradientTape(..., compression=TopKEF) returned",
+                "hvd.DistributedGradientTape(..., compression=TopKEF) returned, or the optimizer "
+                "that TopKEF(...).adapt got",
             )
         state = exchange.state
         if not isinstance(state, OptimizerState):
@@ -187,7 +224,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         variables: Sequence[Any],
         config: Method,
         settings: TapeSettings,
-        memory: Memory | None,
+        memory: Memory,
     ) -> OptimizerState:
         """Return the state for a list of variables; the first call creates it.
 
@@ -197,13 +234,8 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
             variables: all of them, in order.
             config: this compressor's settings, fitted to an optimizer if it is known.
             settings: arguments that were passed to Horovod.
-            memory: the optimizer's memory; None: for a tape. Tapes with equal settings share one.
-
-        Raises:
-            ConfigError: settings of a tape cannot be compared with those of the previous step.
+            memory: the optimizer's memory. Tapes with equal settings share one.
         """
-        if memory is None:
-            memory = memory_of_tapes(config, variables, settings)
         state = memory.state_of(config, variables, settings)
         if state not in self._states:
             self._states[state] = weakref.ref(memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,13 @@ class Memory:
     """The states of one optimizer, or of all tapes of equal settings, while variables exist.
 
     The memory of an optimizer is deleted with it; nothing else may hold a reference.
+
+    Args:
+        warnings: warnings about the optimizer, for `stats()`.
     """
 
-    def __init__(self) -> None:
-        self._stores = Stores()
+    def __init__(self, warnings: Iterable[str] = ()) -> None:
+        self._stores, self.warnings = Stores(), [*warnings]
         self._states: dict[Key, tuple[OptimizerState, list[object]]] = {}
 
     def __contains__(self, state: OptimizerState) -> bool:
@@ -45,6 +48,7 @@ class Memory:
         key = _key_of(variables, settings)
         if key not in self._states:
             state = OptimizerState(config, variables, settings, self._stores)
+            state.warnings = self.warnings
             watches = [watched(unwrap(variable), self, key) for variable in variables]
             self._states[key] = state, watches
         return self._states[key][0]

@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.core.exchange.membership import why_inactive
+from horovod_topk.core.run.base_compressor import BaseCompressor
 from horovod_topk.core.run.optimizers import (
     HAS_NONE,
     advise,
@@ -21,7 +22,6 @@ from horovod_topk.core.run.optimizers import (
     warn_of_clipping,
 )
 from horovod_topk.methods.protocol import Method
-from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.updates import Updates
 from horovod_topk.updates import tracker
 
@@ -36,13 +36,13 @@ SETTINGS = {"SGD": "momentum", "Adam": "beta_1", "AdamW": "beta_1"}  # Keras cla
 class Fitted:
     """A compressor with its settings for one optimizer, passed to Horovod as `compression=`."""
 
-    compressor: Compressor
+    compressor: BaseCompressor
     config: Method  # the compressor's settings, with those that depend on the optimizer
     updates: Updates | None = None  # that take the place of the optimizer's
     warnings: tuple[str, ...] = ()  # about the optimizer
 
 
-def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitted:
+def fitted_to(optimizer: Any, compressor: BaseCompressor, process_set: Any) -> Fitted:
     """Settings for an optimizer, and whether its steps depend on arrivals. Nothing is changed.
 
     Args:
@@ -146,7 +146,12 @@ def warn_of_late_clipping(optimizer: Any, momentum: float) -> tuple[str, ...]:
     if not (momentum and clips and _is_a(optimizer, "SGD")):
         return ()
     shown = ", ".join(f"{name}={getattr(optimizer, name):g}" for name in clips)
-    return (warn_of_clipping(momentum, f"{type(optimizer).__name__} has {shown}"),)
+    return (warn_of_clipping(momentum, f"{kind_of(optimizer)} has {shown}"),)
+
+
+def is_of_keras(optimizer: Any) -> bool:
+    """Whether an optimizer is of Keras 3 or tf-keras, or a subclass of one."""
+    return any(map(_is_kerass, type(optimizer).__mro__))
 
 
 def _setting_of(optimizer: Any) -> str | None:

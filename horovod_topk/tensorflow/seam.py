@@ -3,7 +3,7 @@
 `_make_allreduce_grads_fn` makes the function that gets gradients with their variables; the gradient
 tape, the optimizers and the local aggregation all call it when they are built. Wrapped are:
 
-    horovod.tensorflow._make_allreduce_grads_fn       return an `Exchange` if compression is TopKEF
+    horovod.tensorflow._make_allreduce_grads_fn       return an exchange of ours for TopKEF
     horovod._keras.create_distributed_optimizer       refuse TopKEF where it would never be called
     horovod.tensorflow.join                           refuse it while a TopKEF state exists
 
@@ -26,16 +26,18 @@ import tensorflow as tf
 
 from horovod_topk.core.exchange.agreement import agree_on_nothing
 from horovod_topk.core.exchange.membership import elastic
+from horovod_topk.core.run.optimizers import kind_of
 from horovod_topk.core.run.seams import reduction_of, refusing_join, wrap
-from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.errors import ConfigError, NotAttachedError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import TensorFlowOps
 from horovod_topk.tensorflow import scaling
+from horovod_topk.tensorflow.adapting import Adapted, split, warn_of_tape
 from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.gradients import is_sparse, summed, to_dense
 from horovod_topk.tensorflow.learning_rates import rate_of
-from horovod_topk.tensorflow.memory import Memory
+from horovod_topk.tensorflow.memory import Memory, memory_of_tapes
 from horovod_topk.tensorflow.momentum import (
     Fitted,
     check_not_twice,
@@ -52,7 +54,7 @@ from horovod_topk.tensorflow.refusals import (
     refuse_xla,
 )
 from horovod_topk.tensorflow.state import OptimizerState, live_states
-from horovod_topk.tensorflow.updates import update_tf_keras
+from horovod_topk.tensorflow.updates import is_keras_3, update_tf_keras
 
 Function = Callable[..., Any]
 
@@ -69,25 +71,36 @@ def install() -> None:
 
 
 class Exchange:
-    """Exchanges the gradients of one tape or optimizer, instead of Horovod's function."""
+    """Exchanges the gradients of one optimizer, or those of a tape, instead of Horovod's function.
+
+    Args:
+        compressor: the compressor that the user passed.
+        fitted: its settings for the optimizer.
+        settings: arguments that were passed to Horovod.
+        memory: the optimizer's memory; None: for a tape that knows no optimizer.
+        sparse_as_dense: the argument that was passed to Horovod.
+        stock: Horovod's function.
+        optimizer: returns the optimizer, or None.
+    """
 
     def __init__(
         self,
+        compressor: Compressor,
         fitted: Fitted,
         settings: TapeSettings,
         memory: Memory | None,
         sparse_as_dense: bool,
         stock: Function,
+        optimizer: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.compressor, self._fitted = fitted.compressor, fitted
-        self._optimizer: Callable[[], Any] = lambda: None
-        self.scale = scaling.scale_of(fitted.compressor.grad_scaler)
+        self.compressor, self._fitted = compressor, fitted
+        self._optimizer = optimizer
+        self.scale = scaling.scale_of(compressor.grad_scaler)
         self._memory = memory
         self.state: OptimizerState | None = None  # for the variables of the last call
         self._settings = settings
         self._sparse_as_dense = sparse_as_dense
         self._stock = stock
-        self._warnings: list[str] = [*fitted.warnings]
 
     @property
     def config(self) -> Method:
@@ -104,7 +117,8 @@ class Exchange:
         Warns if momentum is corrected and the optimizer clips gradients.
         """
         self._optimizer = weakref.ref(optimizer)  # weak: the optimizer refers to this
-        self._warnings += warn_of_late_clipping(optimizer, self.config.momentum)
+        assert self._memory is not None  # a tape has none, and no optimizer
+        self._memory.warnings += warn_of_late_clipping(optimizer, self.config.momentum)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(
@@ -128,9 +142,11 @@ class Exchange:
         refuse_xla()
         optimizer = self._optimizer()
         grads, variables = list(grads), list(vars)
-        updates = self._fitted.updates
+        updates, memory = self._fitted.updates, self._memory
+        if memory is None:
+            memory = memory_of_tapes(self.config, variables, self._settings)
         if updates is not None:
-            self._warnings += updates.leave_narrow(optimizer, variables)
+            memory.warnings += updates.leave_narrow(optimizer, variables)
         rule = updates.rule if updates is not None and updates.is_on else None
         config, settings = self.config, replace(self._settings, update_rule=rule)
         check_not_twice(optimizer, config)
@@ -138,12 +154,13 @@ class Exchange:
         if self._sparse_as_dense or rule is not None:
             grads = [to_dense(gradient) for gradient in grads]
         check_none_left_out(grads, variables, config)
-        self.state = self.compressor.state_of(variables, config, settings, self._memory)
-        self.state.warnings = self._warnings
+        self.state = self.compressor.state_of(variables, config, settings, memory)
         if updates is not None:
             updates.adapt(self.state, variables)
         changed = self.state.active or config.momentum or config.clip_norm is not None
         scale = self.scale() if changed else None
+        if self._memory is None and self.state.active and not memory.warnings:
+            memory.warnings += warn_of_tape(self.compressor)
         if not self.state.active:
             theirs = self._by_horovod(grads, variables, use_generic_names)
             local = scaling.divided(theirs, scale, variables)
@@ -153,7 +170,7 @@ class Exchange:
         rate = rate_of(optimizer)
         if config.follow_lr and rate is None:
             raise ConfigError(
-                f"follow_lr=True was given, and {type(optimizer).__name__} has no learning_rate",
+                f"follow_lr=True was given, and {kind_of(optimizer)} has no learning_rate",
                 cure="Leave follow_lr= out",
             )
         known = () if updates is None else updates.moments(optimizer, variables)
@@ -171,6 +188,71 @@ class Exchange:
         return [summed(gradient) for gradient in theirs]
 
 
+class TapeExchange:
+    """Exchanges the gradients of a tape, those of each adapted optimizer by themselves.
+
+    Args:
+        compressor: the compressor that the user passed.
+        settings, sparse_as_dense, stock: as in `Exchange`.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        settings: TapeSettings,
+        sparse_as_dense: bool,
+        stock: Function,
+    ) -> None:
+        self.compressor, self._settings = compressor, settings
+        self._sparse_as_dense, self._stock = sparse_as_dense, stock
+        self._states: list[OptimizerState | None] = []
+
+    @property
+    def state(self) -> OptimizerState | None:
+        """The state of the last exchange.
+
+        Raises:
+            NotAttachedError: there are several, of as many optimizers.
+        """
+        if len(self._states) > 1:
+            raise NotAttachedError(
+                f"this tape exchanges gradients of {len(self._states)} optimizers",
+                cure="Ask TopKEF.of(optimizer) for the state behind one of them",
+            )
+        return self._states[0] if self._states else None
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        grads: Sequence[Any],
+        vars: Sequence[Any],  # noqa: A002  # Horovod's name
+        use_generic_names: bool = False,
+    ) -> list[Any]:
+        """As `Exchange.__call__`."""
+        result: list[Any] = [None] * len(grads)
+        self._states = []
+        for adapted, places in split(self.compressor.adapted, vars):
+            variables = [vars[at] for at in places]
+            exchange = self._exchange(adapted, variables)
+            exchanged = exchange([grads[at] for at in places], variables, use_generic_names)
+            for at, gradient in zip(places, exchanged, strict=True):
+                result[at] = gradient
+            self._states.append(exchange.state)
+            if adapted is not None:
+                adapted.state = exchange.state
+        return result
+
+    def _exchange(self, adapted: Adapted | None, variables: Sequence[Any]) -> Exchange:
+        own, settings = self.compressor, self._settings
+        last = self._sparse_as_dense, self._stock
+        if adapted is None:
+            return Exchange(own, Fitted(own, own.config), settings, None, *last)
+        adapted.build(variables)
+        exchange = Exchange(own, adapted.fitted, settings, adapted.memory, *last, adapted.optimizer)
+        exchange.scale = adapted.scale(own.grad_scaler)
+        return exchange
+
+
 def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
     signature = inspect.signature(original)
 
@@ -181,15 +263,18 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         if fitted is None:
             return _meeting_others(original(*args, **kwargs), asked)
         compressor = fitted.compressor
+        assert isinstance(compressor, Compressor)
         groups = groups_by_id(asked["groups"])
         settings = TapeSettings(reduction_of(asked["op"], hvd), groups, asked["process_set"])
-        memory = None if asked["name"] == TAPE else Memory()
-        if memory is not None and compressor.grad_scaler is not None:
+        is_tape, sparse_as_dense = asked["name"] == TAPE, asked["sparse_as_dense"]
+        if not is_tape and compressor.grad_scaler is not None:
             _refuse_scaler()
-        sparse_as_dense = asked["sparse_as_dense"]
         asked |= {"compression": hvd.Compression.none, "groups": None}
         stock = original(*bound.args, **bound.kwargs)
-        return Exchange(fitted, settings, memory, sparse_as_dense, stock)
+        if is_tape:
+            return TapeExchange(compressor, settings, sparse_as_dense, stock)
+        memory = Memory(fitted.warnings)
+        return Exchange(compressor, fitted, settings, memory, sparse_as_dense, stock)
 
     return _make_allreduce_grads_fn
 
@@ -235,11 +320,12 @@ def _fitted(compression: Any) -> Fitted | None:
     if isinstance(compression, Fitted):
         return compression
     compressor = Compressor.asked(compression)
-    if compressor is not None and compressor.config.follow_lr:
+    if compressor is not None and compressor.config.follow_lr and not compressor.adapted:
         raise ConfigError(
             "follow_lr=True was given to a gradient tape, or to an optimizer of TensorFlow 1: "
             "neither tells its learning rate",
-            cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
+            cure="Write TopKEF(...).adapt(optimizer), give it to the DistributedOptimizer of a "
+            "Keras, or leave it out",
         )
     if compressor is None:
         return None
@@ -263,7 +349,7 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         compressor = Compressor.asked(asked["compression"])
         if compressor is None:
             return original(*args, **kwargs)
-        if _is_keras_3(given):
+        if is_keras_3(given):
             raise UnsupportedOperationError(
                 "hvd.DistributedOptimizer never calls a compressor under Keras 3, and trains "
                 "without synchronising",
@@ -275,7 +361,8 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         optimizer = original(*bound.args, **bound.kwargs)
         if compresses(asked["process_set"]):
             cls, config = type(asked["optimizer"]), asked["optimizer"].get_config()
-            check_bears_zeros(lambda: cls.from_config(config), cls.__name__, fitted.config)
+            kind = kind_of(asked["optimizer"])
+            check_bears_zeros(lambda: cls.from_config(config), kind, fitted.config)
         refuse_unexchanged(optimizer)
         refuse_local(optimizer, fitted.config)
         if fitted.updates is not None:
@@ -285,7 +372,3 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         return scaling.around(given, optimizer, scale) if scaling.is_scaler(given) else optimizer
 
     return create_distributed_optimizer
-
-
-def _is_keras_3(optimizer: Any) -> bool:
-    return any(base.__module__.partition(".")[0] == "keras" for base in type(optimizer).__mro__)

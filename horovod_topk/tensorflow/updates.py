@@ -13,7 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.run.optimizers import warn_of_unknown
+from horovod_topk.core.run.optimizers import kind_of, warn_of_unknown
+from horovod_topk.tensorflow.adafactor import Floored
 from horovod_topk.tensorflow.gradients import is_sparse
 from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.planning import unwrap
@@ -43,7 +44,7 @@ class Updates:
         """
         for inner in map(unwrap, variables) if self.is_on else ():
             if inner.dtype not in (tf.float32, tf.float64):
-                self.is_on, kind = False, type(optimizer).__name__
+                self.is_on, kind = False, kind_of(optimizer)
                 self._states.clear()
                 why = f"variable {inner.name!r} is {inner.dtype.name}"
                 return [warn_of_unknown(kind, why)]
@@ -85,6 +86,36 @@ class Updates:
             gradients, known = [gradient for gradient, _ in own], state.update_inputs(variables)
             update(gradients, variables, slots, numbers, known)
         return rest
+
+
+class _Adapted:
+    """Mixin for a Keras 3 optimizer whose updates depend on how often elements arrive."""
+
+    _topkef_updates: Updates
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        base: Any = super()
+        rest = self._topkef_updates.apply(self, list(zip(grads, trainable_variables, strict=True)))
+        if rest:
+            base._backend_update_step(*map(list, zip(*rest, strict=True)), learning_rate)
+
+
+def own_class(optimizer: Any, updates: Updates | None) -> Any:
+    """The class of a Keras 3 optimizer, or a subclass whose updates fit compressed gradients."""
+    base = type(optimizer)
+    members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+    if updates is not None:
+        return type(base.__name__, (_Adapted, base), members | {"_topkef_updates": updates})
+    if any(each.__name__ == "Adafactor" for each in base.__mro__):
+        return type(base.__name__, (Floored, base), members)
+    return base
+
+
+def is_keras_3(optimizer: Any) -> bool:
+    """Whether an optimizer is one of Keras 3."""
+    return any(base.__module__.partition(".")[0] == "keras" for base in type(optimizer).__mro__)
 
 
 def update_tf_keras(optimizer: Any, updates: Updates) -> None:

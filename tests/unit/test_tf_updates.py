@@ -14,7 +14,6 @@ tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow")
 keras, tf_keras = (pytest.importorskip(name) for name in ("keras", "tf_keras"))
 adapter = pytest.importorskip("horovod_topk.tensorflow.updates")
-optimizers = pytest.importorskip("horovod_topk.tensorflow.keras.optimizer")
 kernels = pytest.importorskip("horovod_topk.updates.tensorflow")
 variables = pytest.importorskip("horovod_topk.tensorflow.variables")
 
@@ -99,7 +98,7 @@ def prepared(library: str, kind: str, settings: dict[str, Any]) -> tuple[Any, An
     optimizer = getattr(LIBRARIES[library], kind)(LR, **settings)
     updates, state = adapter.Updates(tracker.SGD if kind == "SGD" else tracker.ADAM), State(kind)
     if library == "Keras 3":
-        own = optimizers._own_class(optimizer, optimizers.Fitted(None, None, updates))
+        own = adapter.own_class(optimizer, updates)
         optimizer, variable = own.from_config(optimizer.get_config()), keras.Variable(start)
     else:
         adapter.update_tf_keras(optimizer, updates)

@@ -13,10 +13,10 @@ import gc
 import inspect
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from horovod_topk.config import (
     FOLDED,
@@ -35,7 +35,20 @@ from horovod_topk.errors import AdapterImportError, ConfigError, NotAttachedErro
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ratios import Predicate
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
 _SETTINGS = ("config", "deferred", "grad_scaler")
+
+
+class on_class_too(Generic[Parameters, Result]):  # noqa: N801  # it is used as a decorator
+    """A method that may be called on the class, for a compressor with default settings."""
+
+    def __init__(self, method: Callable[Concatenate[Any, Parameters], Result]) -> None:
+        self._method, self.__doc__ = method, method.__doc__
+
+    def __get__(self, instance: Any, owner: Any) -> Callable[Parameters, Result]:
+        return types.MethodType(self._method, owner() if instance is None else instance)
 
 
 class BaseCompressor(abc.ABC):

@@ -17,16 +17,17 @@ import keras
 import tensorflow as tf
 
 from horovod_topk.core.exchange.membership import why_inactive
+from horovod_topk.core.run.optimizers import kind_of
 from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.tensorflow.adapting import find_adapted
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.gradients import summed
-from horovod_topk.tensorflow.keras.adafactor import Floored
 from horovod_topk.tensorflow.keras.copying import blank, copied, with_loss_scale
-from horovod_topk.tensorflow.momentum import Fitted, compresses, fitted_to
+from horovod_topk.tensorflow.momentum import compresses, fitted_to
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.refusals import check_bears_zeros, refuse_xla
 from horovod_topk.tensorflow.seam import Exchange
-from horovod_topk.tensorflow.updates import Updates
+from horovod_topk.tensorflow.updates import own_class
 
 
 def DistributedOptimizer(  # noqa: N802  # Horovod's name
@@ -93,44 +94,33 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         groups,
         process_set=process_set,
     )
+    plain = getattr(optimizer, "inner_optimizer", optimizer)
+    own = type(plain) if fitted is None else own_class(plain, fitted.updates)
     if fitted is not None and compresses(process_set):
-        plain = getattr(optimizer, "inner_optimizer", optimizer)
-        own = _own_class(plain, fitted) or type(plain)
-        check_bears_zeros(lambda: blank(plain, own), type(plain).__name__, fitted.config)
-    cls, inner = _classes(optimizer, _Exchanger(exchange, name, process_set), fitted)
+        check_bears_zeros(lambda: blank(plain, own), kind_of(plain), fitted.config)
+    cls, inner = _classes(optimizer, _Exchanger(exchange, name, process_set), own)
     distributed = copied(optimizer, cls, inner)
     if isinstance(exchange, Exchange):
         exchange.guard(distributed)
     return distributed
 
 
-def _classes(optimizer: Any, exchanger: _Exchanger, fitted: Fitted | None) -> tuple[Any, Any]:
-    """The class of the copy, and that of the optimizer inside its loss scale if it changes."""
+def _classes(optimizer: Any, exchanger: _Exchanger, own: type) -> tuple[Any, Any]:
+    """The class of the copy, and that of the optimizer inside its loss scale if it changes.
+
+    own: the class of the optimizer, or of that inside its loss scale, with its updates.
+    """
     base, inner = type(optimizer), None
     bases: tuple[type, ...] = (_ExchangesScaled, base)
     if issubclass(base, keras.optimizers.LossScaleOptimizer):
         plain = type(optimizer.inner_optimizer)
-        own = _own_class(optimizer.inner_optimizer, fitted) or plain
         names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
         of_inner = (own,) if issubclass(own, _InOneReplica) else (_InOneReplica, own)
         inner = type(plain.__name__, of_inner, names)
     else:
-        bases = (_Exchanges, _own_class(optimizer, fitted) or base)
+        bases = (_Exchanges, own)
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "_exchanger": exchanger}
     return type(base.__name__, bases, members), inner
-
-
-def _own_class(optimizer: Any, fitted: Fitted | None) -> Any:
-    """The class whose updates fit compressed gradients; None: the optimizer's own."""
-    if fitted is None:
-        return None
-    base = type(optimizer)
-    members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
-    if fitted.updates is not None:
-        return type(base.__name__, (_Updates, base), members | {"_topkef_updates": fitted.updates})
-    if not isinstance(optimizer, keras.optimizers.Adafactor):
-        return None
-    return type(base.__name__, (Floored, base), members)
 
 
 def load_model(
@@ -216,20 +206,6 @@ class _InOneReplica:
         if tf.distribute.has_strategy():
             return super()._all_reduce_sum_gradients(grads_and_vars)  # type: ignore[misc]
         return grads_and_vars
-
-
-class _Updates:
-    """Mixin for a Keras 3 optimizer whose updates depend on how often elements arrive."""
-
-    _topkef_updates: Updates
-
-    def _backend_update_step(
-        self, grads: Any, trainable_variables: Any, learning_rate: Any
-    ) -> None:
-        base: Any = super()
-        rest = self._topkef_updates.apply(self, list(zip(grads, trainable_variables, strict=True)))
-        if rest:
-            base._backend_update_step(*map(list, zip(*rest, strict=True)), learning_rate)
 
 
 class _Exchanges(_InOneReplica):
@@ -361,6 +337,11 @@ def _check(optimizer: Any, op: Any, predivide: float, backward_passes_per_step: 
         raise UnsupportedOperationError(
             f"{type(optimizer).__name__} exchanges gradients already",
             cure="Call DistributedOptimizer once",
+        )
+    if find_adapted(optimizer):
+        raise UnsupportedOperationError(
+            f"{kind_of(optimizer)} was adapted for tapes, which exchange gradients already",
+            cure="Leave out either TopKEF(...).adapt(optimizer) or the DistributedOptimizer",
         )
     if op not in (hvd.Average, hvd.Sum):
         raise UnsupportedOperationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
+import tensorflow as tf
 
 
 class Floored:
@@ -21,5 +21,5 @@ class Floored:
         base: Any = super()
         if any(variable is each for each in this._v):
             smallest = 2.0**-14 if variable.dtype == "float16" else 2.0**-126
-            value = keras.ops.maximum(value, smallest)
+            value = tf.maximum(value, smallest)
         base.assign(variable, value)
