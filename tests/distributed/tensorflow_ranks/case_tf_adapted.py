@@ -229,12 +229,9 @@ class Against:
 def test_a_loss_scale_changes_nothing_and_an_overflow_skips_all_ranks(library: str) -> None:
     """Scales are powers of two, so that no bit depends on them."""
     models, plain = (Perceptron(), Perceptron()), made(library, "Adam")
-    Scaler = (
-        keras.optimizers.LossScaleOptimizer
-        if library == "Keras 3"
-        else tf_keras.mixed_precision.LossScaleOptimizer
-    )
-    scaler = Scaler(made(library, "Adam"), initial_scale=1024.0, dynamic_growth_steps=3)
+    module = keras.optimizers if library == "Keras 3" else tf_keras.mixed_precision
+    growing = {"initial_scale": 1024.0, "dynamic_growth_steps": 3}
+    scaler = module.LossScaleOptimizer(made(library, "Adam"), **growing)
     step = scaled(models[0], settings().adapt(scaler), scaler)
     ours = history(models[0], [step], graph=True)
     expected = [by_tape(models[1], settings().adapt(plain), plain)]
@@ -316,8 +313,8 @@ def test_a_variable_without_an_optimizer_is_an_error() -> None:
     model, optimizers = Perceptron(), [made("Keras 3", kind) for kind in PARTS]
     compression = settings().adapt(optimizers[0], model.variables[:2])
     step = by_tape(model, compression, optimizers[0])
-    with pytest.raises(ConfigError, match="'v2'.*0 of 1 adapted optimizers update this variable"):
+    with pytest.raises(ConfigError, match=r"'v2'.*0 of 1 adapted optimizers update this variable"):
         step(*batch(0, 8))
     compression.adapt(optimizers[1])
-    with pytest.raises(ConfigError, match="'v0'.*2 of 2 adapted optimizers update this variable"):
+    with pytest.raises(ConfigError, match=r"'v0'.*2 of 2 adapted optimizers update this variable"):
         step(*batch(0, 8))
