@@ -2,10 +2,10 @@
 
     horovodrun -np 2 --gloo python examples/tensorflow_digits.py --compression topk
 
-It is an ordinary Horovod training script with one more import and one more argument. In short:
+It is an ordinary Horovod training script with one more import, line and argument. In short:
 
     from horovod_topk.tensorflow import TopKEF
-    compression = TopKEF()  # once, outside of the training step
+    compression = TopKEF().adapt(optimizer)  # once, outside of the training step
     tape = hvd.DistributedGradientTape(tape, compression=compression)
 
 It reports accuracy on 450 held-out images. 300 more images are kept for choosing settings.
@@ -61,7 +61,7 @@ def main() -> None:
 
     model = DigitsCNN()
     optimizer = tensorflow_harness.optimizer(args, keras)
-    compression = tensorflow_harness.compression(args)
+    compression = tensorflow_harness.compression(args, optimizer)
     factor = harness.warmup_cosine(args.steps)
 
     @tf.function

@@ -22,13 +22,17 @@ def use_cpu() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(harness.threads(hvd.local_size()))
 
 
-def compression(args: argparse.Namespace) -> Any:
-    """Return the `compression` for Horovod. Call it once: TopKEF holds the residuals."""
+def compression(args: argparse.Namespace, optimizer: Any = None) -> Any:
+    """Return the `compression` for Horovod. Call it once: TopKEF holds the residuals.
+
+    optimizer: the one that applies a tape's gradients; None: without a tape.
+    """
     if args.compression == "topk":
         # Imported here and not above, so that the other two run a Horovod nobody has touched.
         from horovod_topk.tensorflow import TopKEF
 
-        return TopKEF(**harness.topk_settings(args))
+        made = TopKEF(**harness.topk_settings(args))
+        return made if optimizer is None else made.adapt(optimizer)
     return getattr(hvd.Compression, args.compression)
 
 

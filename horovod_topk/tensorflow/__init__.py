@@ -3,7 +3,7 @@
     import horovod.tensorflow as hvd
     from horovod_topk.tensorflow import TopKEF
 
-    compression = TopKEF(ratio=0.01)
+    compression = TopKEF(ratio=0.01).adapt(optimizer)  # once; of Keras 3 or tf-keras
 
     with tf.GradientTape() as tape:
         loss = ...

@@ -62,7 +62,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
             or does not exist.
 
     Example:
-        >>> compression = TopKEF(ratio=0.001)
+        >>> compression = TopKEF(ratio=0.001).adapt(optimizer)
         >>> tape = hvd.DistributedGradientTape(tape, compression=compression)
     """
 

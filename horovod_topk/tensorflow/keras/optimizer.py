@@ -360,7 +360,8 @@ def _check(optimizer: Any, op: Any, predivide: float, backward_passes_per_step: 
     if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
         raise UnsupportedOperationError(
             "MultiOptimizer hands gradients on to others, which would apply them unexchanged",
-            cure="Use one optimizer, or hvd.DistributedGradientTape",
+            cure="Distribute each of its optimizers by itself, or adapt each of them for an "
+            "hvd.DistributedGradientTape: TopKEF(...).adapt(optimizer, its variables)",
         )
 
 
