@@ -56,7 +56,7 @@ class Adapted:
             check_bears_zeros(lambda: cls.from_config(plain.get_config()), kind_of(plain), config)
         clipping = warn_of_late_clipping(plain, config.momentum)
         self.memory = Memory([*self.fitted.warnings, *clipping])
-        self.variables: list[Any] | None = None  # those it updates; None: all
+        self._variables: dict[int, Any] | None = None  # those it updates, by id; None: all
         self.state: OptimizerState | None = None  # for the variables of the last exchange
         # Weak: this is kept as long as the optimizer exists.
         self.optimizer, self._given = weakref.ref(plain), weakref.ref(optimizer)
@@ -65,9 +65,14 @@ class Adapted:
         elif updates is not None:
             update_tf_keras(plain, updates)
 
+    def take(self, variables: Iterable[Any] | None) -> None:
+        """Note the variables that it updates; None: all."""
+        known = None if variables is None else {id(unwrap(each)): each for each in variables}
+        self._variables = known
+
     def has(self, variable: Any) -> bool:
         """Whether it updates a variable."""
-        return self.variables is None or any(each is variable for each in self.variables)
+        return self._variables is None or id(unwrap(variable)) in self._variables
 
     def scale(self, scaler: Any) -> Scale:
         """Its own loss scale, or that of `grad_scaler=`."""
@@ -80,7 +85,7 @@ class Adapted:
         if updates is not None and updates.rule.normalises and not tf.executing_eagerly():
             with tf.init_scope():
                 make = plain.build if hasattr(plain, "build") else plain._create_all_weights
-                make(list(variables if self.variables is None else self.variables))
+                make(list(variables if self._variables is None else self._variables.values()))
 
 
 _OF: weakref.WeakKeyDictionary[Any, Adapted] = weakref.WeakKeyDictionary()
@@ -110,7 +115,7 @@ def adapted_to(
             f"{kind_of(plain)} was adapted to {adapted.compressor!r}, and now to {compressor!r}",
             cure="Adapt it once, before the first step, or make a new optimizer",
         )
-    adapted.variables = None if variables is None else list(map(unwrap, variables))
+    adapted.take(variables)
     return adapted
 
 
@@ -129,7 +134,7 @@ def split(adapted: Sequence[Adapted], variables: Sequence[Any]) -> list[Part]:
         return [(None, list(range(len(variables))))]
     found: dict[Adapted, list[int]] = {each: [] for each in adapted}
     for at, variable in enumerate(variables):
-        own = [each for each in adapted if each.has(unwrap(variable))]
+        own = [each for each in adapted if each.has(variable)]
         if len(own) != 1:
             raise ConfigError(
                 f"{len(own)} of {len(adapted)} adapted optimizers update this variable",
