@@ -18,7 +18,7 @@ def test_a_tape_refuses_to() -> None:
 
     from horovod_topk.tensorflow import TopKEF
 
-    with pytest.raises(ConfigError, match=r"gradient tape.*Give it to the DistributedOptimizer"):
+    with pytest.raises(ConfigError, match=r"gradient tape.*give it to the DistributedOptimizer"):
         hvd.DistributedGradientTape(tf.GradientTape(), compression=TopKEF(follow_lr=True))
 
 
