@@ -19,6 +19,7 @@ from horovod_topk.core.state.state_dict import (
     DECISION,
     GUARD,
     METHOD_STATE,
+    OPTIMIZERS,
     OPTIONAL,
     SHARED,
     STEPS,
@@ -107,7 +108,8 @@ def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
     """
     known = [ASKED, DECISION, GUARD, STEPS, *({COMMITTED, RATES, LARGEST} & set(own))]
     known += [part for part in parts_of(own) if own[part].get(SHARED)]
-    return {key: saved[key] for key in known if key in saved}
+    counters = {OPTIMIZERS: saved.get(OPTIMIZERS, [])} if OPTIMIZERS in own else {}
+    return {key: saved[key] for key in known if key in saved} | counters
 
 
 def check_reduction(shard: StateDict, reduction: str) -> None:

@@ -106,7 +106,10 @@ class Compressor(TrainingCompressor):
 
     @on_class_too
     def attach(
-        self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None
+        self,
+        model: DistributedDataParallel,
+        optimizer: Optimizer | Sequence[Optimizer],
+        groups: Groups | None = None,
     ) -> None:
         """Compress a model's gradients. Call it on every rank, before the first backward.
 
@@ -115,7 +118,8 @@ class Compressor(TrainingCompressor):
 
         Args:
             model: the wrapped model, without a communication hook of others.
-            optimizer: the optimizer of all parameters that the model trains, and of no others.
+            optimizer: the optimizer of all parameters that the model trains, and of no others; or
+                a list of optimizers that have each of these parameters once.
             groups: lists of parameters that are compressed and sent together. Others fill buckets
                 of 25 MiB, from the last parameter to the first.
 
@@ -127,7 +131,7 @@ class Compressor(TrainingCompressor):
         hooks = getattr(model, "_comm_hooks", ())
         states = [s for _, s in hooks if isinstance(s, DDPState) and not s.is_copy]
         if states:
-            states[0].replace(model, optimizer, self, groups)
+            states[0].replace(model, listed(optimizer), self, groups)
             self.attached(states[0])
         elif (name := horovods()) is None or TORCHS[name] not in [hook for hook, _ in hooks]:
             state, hook = self.hook(model, optimizer, groups)  # it refuses other models than DDP
@@ -141,7 +145,10 @@ class Compressor(TrainingCompressor):
 
     @on_class_too
     def hook(
-        self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None
+        self,
+        model: DistributedDataParallel,
+        optimizer: Optimizer | Sequence[Optimizer],
+        groups: Groups | None = None,
     ) -> tuple[Any, Callable[..., Any]]:
         """Return the two arguments of `model.register_comm_hook`; see `attach`.
 
@@ -153,7 +160,7 @@ class Compressor(TrainingCompressor):
             if model.process_group.size() > 1:
                 agree_on_nothing(name, TorchOps(), GroupCollective(model.process_group))
             return model.process_group, TORCHS[name]
-        state = DDPState(model, optimizer, self, groups)
+        state = DDPState(model, listed(optimizer), self, groups)
         self.attached(state)
         return state, exchange
 
@@ -185,6 +192,11 @@ class Compressor(TrainingCompressor):
             f"no compressor's hook is registered with this {type(model).__name__}",
             cure="Call TopKEF().attach(model, optimizer), and pass that model",
         )
+
+
+def listed(optimizer: Any) -> Sequence[Any]:
+    """Optimizers as a list, of which there may be one."""
+    return optimizer if isinstance(optimizer, list | tuple) else [optimizer]
 
 
 class TopKEF(Compressor, Presets, method=TopK):

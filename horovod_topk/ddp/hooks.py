@@ -1,4 +1,4 @@
-"""Step hooks for the optimizer of a DDP model: the compressor's hook has exchanged all gradients.
+"""Step hooks for an optimizer of a DDP model: the compressor's hook has exchanged all gradients.
 
 Steps of other optimizers on these gradients are refused, too. Residuals change when the optimizer
 that compression was attached to has stepped. To that optimizer, a step of any other one looks like
@@ -113,7 +113,7 @@ class Hooks(steps.Hooks):
         own, known = self.optimizer(), self.buckets.slots
         if optimizer is own or self._applied == self.buckets.exchanges:
             return
-        if own is not None and any(each is own for each in vars(optimizer).values()):
+        if own is not None and any(each is own for each in within(optimizer)):
             return
         stepped = (id(p) for group in optimizer.param_groups for p in group["params"])
         slots = [known[p] for p in stepped if p in known]
@@ -124,6 +124,14 @@ class Hooks(steps.Hooks):
                 tensor=slots[0].spec.name,
                 cure=ATTACH,
             )
+
+
+def within(wrapper: Any) -> list[Any]:
+    """The attributes of an object, and the items of those that are lists, tuples or dicts."""
+    found = [*vars(wrapper).values()]
+    found += [each for items in found if isinstance(items, list | tuple) for each in items]
+    found += [each for items in found if isinstance(items, dict) for each in items.values()]
+    return found
 
 
 _WATCHING: weakref.WeakSet[Hooks] = weakref.WeakSet()

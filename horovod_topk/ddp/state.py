@@ -1,5 +1,10 @@
 """Error feedback of one DistributedDataParallel model: it exchanges the gradients of DDP's buckets.
 
+A model may have several optimizers. Each has a plan and a step runner of its own, and gets the
+gradients of its parameters. DDP hands over all gradients in each backward, so that all are
+exchanged. What is exchanged for an optimizer none of whose gradients any rank has computed is taken
+back at once, as a GAN's discriminator learns without its generator.
+
 During backward DDP calls a hook with each of its own buckets, in an order that is equal on all
 ranks, and waits for a future of each at the end. The plan's buckets depend only on the parameters,
 so that residuals keep their layout when DDP rebuilds its buckets. The last gradient of a bucket
@@ -15,7 +20,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -27,15 +32,15 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk import reporting
+from horovod_topk.core.exchange.selection import check_owners
 from horovod_topk.core.run.attached import Attached
-from horovod_topk.core.run.runner import StepRunner
-from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, STEPS
 from horovod_topk.ddp.hooks import Hooks
-from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_optimizer, check_trained
+from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_optimizers, check_trained
 from horovod_topk.errors import ConfigError, NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.collective import GroupCollective
+from horovod_topk.torch_training.gradients import Slot
 from horovod_topk.torch_training.optimizer_settings import check_has_hooks
-from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
+from horovod_topk.torch_training.state import TrainingCompressor, TrainingState, inherit
 from horovod_topk.torch_training.tracing import untraced
 
 Groups = Sequence[Sequence[Tensor]]
@@ -51,30 +56,33 @@ class DDPState(TrainingState):
 
     Args:
         model: the model, without a communication hook.
-        optimizer: the optimizer of its parameters.
+        optimizers: the optimizers of its parameters.
         compressor: the compressor with the settings.
         groups: lists of parameters that are sent together.
     """
 
     hooks = Hooks
-    _hooks: Hooks
+    _each: Sequence[Hooks] = ()
     is_copy = False
 
     def __init__(
         self,
         model: DistributedDataParallel,
-        optimizer: Any,
+        optimizers: Sequence[Any],
         compressor: TrainingCompressor,
         groups: Groups | None = None,
     ) -> None:
         label = f"a {type(model.module).__name__} with {len(_trained_names(model))} parameters"
         ranks = SimpleNamespace(included=lambda: True, size=model.process_group.size)
-        super().__init__(optimizer, ranks, label)
+        super().__init__(optimizers, ranks, label)
         self._model = weakref.ref(model)
         self._names: dict[Tensor, str] | None = None  # of the parameters trained; None: not yet
+        self._slots: dict[int, tuple[Hooks, Slot]] = {}  # by the parameter's id
+        self._taking_part: list[Hooks] = []  # of the optimizers whose gradients are exchanged
+        self._untouched: dict[Hooks, list[Any]] = {}  # gradients, where this rank computed none
         self._futures: list[tuple[Future[Tensor], Tensor]] = []  # DDP waits for them
         self._failed: BaseException | None = None  # to be raised at the end of backward
-        self._compress_for(model, optimizer, compressor, groups)
+        self._compress_for(model, optimizers, compressor, groups)
         if self.active:
             self._check = model.register_forward_pre_hook(check_is_compressed)
             model.join_hook = refuse_join  # type: ignore[method-assign]  # there is no hook for it
@@ -82,34 +90,49 @@ class DDPState(TrainingState):
     def _compress_for(
         self,
         model: DistributedDataParallel,
-        optimizer: Any,
+        optimizers: Sequence[Any],
         compressor: TrainingCompressor,
         groups: Groups | None,
     ) -> None:
-        """Attach an optimizer, or replace the attached one, and compress its gradients."""
+        """Attach optimizers, or replace the attached ones, and compress their gradients."""
         names, config, before = _trained_names(model), compressor.config, self._names
-        check_optimizer(optimizer, names)
+        check_optimizers(optimizers, names)
         if not self.active:
-            self._leave(optimizer, config)
+            for optimizer in optimizers:
+                self._leave(optimizer, config)
             return
         if before is None:
             check_trained(model, names)
         else:
             changed = {*names.values()} ^ {*before.values()}
             check_inherits(self._compressor.config, config, changed)
-        collective = GroupCollective(model.process_group)
-        hooks: Any = self._hooks_for(optimizer, names, compressor, collective, groups=groups or ())
-        new = hooks.compressor
+        each: list[Any] = []
+        for optimizer in optimizers:
+            collective = GroupCollective(model.process_group)
+            made = optimizer, names, compressor, collective, "average", groups or (), each
+            each.append(self._hooks_for(*made))
+        runners = [hooks.compressor for hooks in each]
+        check_owners([runner.exchange for runner in runners])
         if before is not None:
-            new.load_state_dict(inherited(self._compressor, new.state_dict()))
-        hooks.is_registered = lambda: not all(s.is_copy for s in _states_of(self._model()))
-        self._watch(hooks, optimizer, ((p, _accumulation_of(p)) for p in names))
+            inherit(self._states, runners)
+        try:
+            for hooks, optimizer in zip(each, optimizers, strict=True):
+                hooks.is_registered = lambda: not all(s.is_copy for s in _states_of(self._model()))
+                own = [slot.parameter for slot in hooks.buckets.slots.values()]
+                self._watch(hooks, optimizer, ((p, _accumulation_of(p)) for p in own))
+        except BaseException:
+            for hooks in each:
+                hooks.remove()
+            raise
         if before is not None:
             self._drop_step()
-            self._hooks.remove()
-            new.callbacks += self._compressor.callbacks
+            for hooks in self._each:
+                hooks.remove()
+            for runner in runners:
+                runner.callbacks += self._compressor.callbacks
         self._names = names
-        self._use(hooks)
+        self._slots = {i: (hooks, s) for hooks in each for i, s in hooks.buckets.slots.items()}
+        self._use(*each)
 
     def detach(self) -> None:
         """As `TrainingState.detach`."""
@@ -121,22 +144,25 @@ class DDPState(TrainingState):
     def replace(
         self,
         model: DistributedDataParallel,
-        optimizer: Any,
+        optimizers: Sequence[Any],
         compressor: TrainingCompressor,
         groups: Groups | None = None,
     ) -> None:
-        """Compress for another optimizer from the next backward on; see `inherited`.
+        """Compress for other optimizers from the next backward on; see `inherit`.
 
         Raises:
             ConfigError, StateDictError, PlanMismatchError: as `attach`; nothing has changed.
         """
-        if self.active and optimizer is self._hooks.optimizer():
+        known = [hooks.optimizer() for hooks in self._each]
+        if self.active and all(any(each is own for own in known) for each in optimizers):
             raise ConfigError(
                 "compression is attached to this model and this optimizer already",
-                cure=f"Pass a new optimizer to replace this one, or {REWRAP}",
+                cure=f"Pass a new optimizer to replace this one, or {REWRAP}. Several optimizers "
+                "are attached as one list, attach(model, [muon, adamw])",
             )
-        check_has_hooks(optimizer)
-        self._compress_for(model, optimizer, compressor, groups)
+        for optimizer in optimizers:
+            check_has_hooks(optimizer)
+        self._compress_for(model, optimizers, compressor, groups)
 
     def take(self, bucket: Any) -> Future[Tensor]:
         """Note the ready gradients of DDP's bucket; launch buckets that are complete with them.
@@ -156,13 +182,15 @@ class DDPState(TrainingState):
         if bucket.index() == 0 and self._futures:  # of a backward that did not end
             self._drop_step()
             self._failed = None
+        if not self._futures:
+            self._taking_part = [hooks for hooks in self._each if not hooks.buckets.waits()]
         self._futures.append((future, buffer))
         with self._failing_later(), torch.no_grad():
-            self._hooks.check_is_alive()
+            for hooks in self._each:
+                hooks.check_is_alive()
             for p, gradient in _gradients_in(buffer, bucket.parameters()):
-                slot = self._buckets.slots.get(id(p))  # None: frozen when compression was attached
-                if slot is not None and self._buckets.add(slot, gradient, gradient):
-                    self._launch(slot.ordinal)
+                if id(p) in self._slots:  # it is not if it was frozen when this was attached
+                    self._add(*self._slots[id(p)], gradient)
         if bucket.is_last():
             self._end_backward()
         return future
@@ -175,11 +203,16 @@ class DDPState(TrainingState):
         except BaseException as error:
             self._failed = self._failed or error
 
-    def _launch(self, ordinal: int) -> None:
-        gradients = self._buckets.ready(ordinal)
-        if self._hooks.preprocessing is not None:
-            self._hooks.preprocess(ordinal, gradients)
-        self._compressor.launch(ordinal, gradients)
+    def _add(self, hooks: Hooks, slot: Slot, gradient: Tensor) -> None:
+        """Note a gradient; launch its bucket if it is the last, unless it waits for a step."""
+        if hooks not in self._taking_part:
+            if slot.has_fired:
+                raise slot.exchanged_already()
+        elif hooks.buckets.add(slot, gradient, gradient):
+            gradients = hooks.buckets.ready(slot.ordinal)
+            if hooks.preprocessing is not None:
+                hooks.preprocess(slot.ordinal, gradients)
+            hooks.compressor.launch(slot.ordinal, gradients)
 
     def _end_backward(self) -> None:
         """Finish exchanges at the end of backward.
@@ -187,7 +220,7 @@ class DDPState(TrainingState):
         In the first backward of a static graph this is at once: DDP calls its hooks at the end.
         """
         model: Any = self._model()
-        if model.static_graph and not self._buckets.exchanges:
+        if model.static_graph and not any(hooks.buckets.exchanges for hooks in self._each):
             self._finish()
         else:
             Variable._execution_engine.queue_callback(self._finish)
@@ -197,8 +230,8 @@ class DDPState(TrainingState):
     def _finish(self) -> None:
         """Write exchanged gradients to DDP's buckets, and complete the futures DDP waits for."""
         with self._failing_later(), reporting.waiting():
-            if self._failed is None:
-                self._decode()
+            for hooks in self._taking_part if self._failed is None else ():
+                self._decode(hooks)
         futures = self._futures
         if self._failed is not None:
             self._drop_step()
@@ -209,12 +242,14 @@ class DDPState(TrainingState):
             future.set_result(buffer)
         Variable._execution_engine.queue_callback(self._handed_out)
 
-    def _decode(self) -> None:
-        by = self._hooks.preprocessing
-        gain = 1.0 if by is None else by.gain(self._hooks.optimizer())
-        for ordinal in [bucket.ordinal for bucket in self._compressor.plan.buckets]:
-            self._compressor.step.finish(ordinal, self._buckets.ready(ordinal), gain)
-            self._buckets.note_exchanged(ordinal)
+    def _decode(self, hooks: Hooks) -> None:
+        by, buckets = hooks.preprocessing, hooks.buckets
+        gain = 1.0 if by is None else by.gain(hooks.optimizer())
+        for ordinal in [bucket.ordinal for bucket in hooks.compressor.plan.buckets]:
+            hooks.compressor.step.finish(ordinal, buckets.ready(ordinal), gain)
+            buckets.note_exchanged(ordinal)
+        if not any(slot.has_fired for slot in buckets.slots.values()):
+            self._untouched[hooks] = buckets.present()
 
     @untraced
     @torch.no_grad()
@@ -222,21 +257,27 @@ class DDPState(TrainingState):
         """Raise a kept error, or note exchanged gradients, once DDP has copied its buckets back.
 
         DistributedDataParallel leaves out parameters that no rank has used in this step; their
-        residuals may still have sent something.
+        residuals may still have sent something. If these are all parameters of an optimizer, it has
+        no step to make.
         """
         failed, self._failed = self._failed, None
+        untouched, self._untouched = self._untouched, {}
         if failed is not None:
             raise failed
-        for slot in self._buckets.slots.values():
-            slot.hand_out()
-        self._hooks.exchanged()
+        for hooks in self._taking_part:
+            if hooks in untouched and hooks.buckets.present() == untouched[hooks]:
+                hooks.take_back()
+                continue
+            for slot in hooks.buckets.slots.values():
+                slot.hand_out()
+            hooks.exchanged()
 
     def _drop_step(self) -> None:
         """As `TrainingState._drop_step`."""
-        if self.active:
-            self._compressor.abandon()
-            self._buckets.forget()
-            self._futures = []
+        for hooks in self._each if self.active else ():
+            hooks.compressor.abandon()
+            hooks.buckets.forget()
+        self._futures = []
 
     # Copies.
 
@@ -290,32 +331,6 @@ def _states_of(model: Any) -> list[DDPState]:
     """States whose hook PyTorch calls with a model's gradients, and copies of states."""
     states = (state for _, state in getattr(model, "_comm_hooks", ()))
     return [state for state in states if isinstance(state, DDPState)]
-
-
-def inherited(before: StepRunner[Tensor], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict with which the compression of a new optimizer begins.
-
-    The new one inherits the residuals of ranks and owners, and the method's own state. Momentum,
-    arrivals, learning rates, warm-up, the ratio asked for and the guard's memory start anew, as
-    they belong to the optimizer that was replaced: in the first steps of a new one its moments
-    form.
-
-    A residual that has grown because the learning rate has fallen (`core.state.learning_rates`) is
-    scaled back to gradients at the largest rate: the new optimizer's learning rate has no relation
-    to the old one's, and may be of another kind (SGD's and Adam's).
-
-    Args:
-        before: the compressor of the optimizer that is replaced.
-        own: the state dict of the new optimizer's compressor.
-    """
-    state = before.state_dict()
-    if before.rates is not None:
-        for part in (state, state.get(OWNED, {})):
-            for name, residual in part.get(RESIDUALS, {}).items():
-                residual.mul_(before.rates.decay(name))
-    kept = {key: state[key] for key in state if key in (RESIDUALS, OWNED)}
-    of_method = {METHOD_STATE + n for n, part in before.states.items() if not part.is_optional}
-    return {**own, **kept, **{key: state[key] for key in of_method}, STEPS: before.ended}
 
 
 def _trained_names(model: DistributedDataParallel) -> dict[Tensor, str]:

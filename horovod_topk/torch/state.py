@@ -45,7 +45,7 @@ class OptimizerState(TrainingState):
     def __init__(self, optimizer: Any, compressor: TrainingCompressor) -> None:
         names = optimizer._parameter_names
         label = f"{type(optimizer).__name__} with {len(names)} parameters"
-        super().__init__(optimizer, optimizer.process_set, label)
+        super().__init__([optimizer], optimizer.process_set, label)
         self._late_are_checked = False  # whether `synchronize()` has checked late gradients
         self._handles = optimizer._handles
         self._is_elastic = elastic()
@@ -60,6 +60,7 @@ class OptimizerState(TrainingState):
         if hooks.updates is not None:
             optimizer.sparse_as_dense = True  # Horovod would exchange sparse ones without momentum
         self._use(hooks)
+        self._hooks, self._buckets = hooks, hooks.buckets
 
     def begin(self, optimizer: Any, register_hooks: Callable[[], None] | None) -> None:
         """Register hooks on the optimizer, after all checks have passed.

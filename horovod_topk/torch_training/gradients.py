@@ -129,6 +129,14 @@ class Slot:
         if p.grad is not None:
             self.exchanged = ReadyGradient(p.grad, p.grad, p.grad._version, p.grad.data_ptr())
 
+    def present(self) -> tuple[Any, int]:
+        """As in `Buckets.present`."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            return 0, 0
+        is_view = self.exchanged is not None and gradient.data_ptr() == self.exchanged.address
+        return object() if is_view and gradient.numel() else id(gradient), gradient._version
+
     def writes(self) -> int:
         """Number of times that the exchanged gradient was written to since; `REPLACED`."""
         gradient, exchanged = self.parameter.grad, self.exchanged
@@ -142,17 +150,28 @@ class Slot:
         Raises:
             RepeatedSynchronizeError: the gradient is the exchanged one, and not zero.
         """
+        if self.waits():
+            raise self.exchanged_already()
+
+    def waits(self) -> bool:
+        """Whether the parameter's gradient is the exchanged one, which no step has applied yet.
+
+        A gradient of zeros does not count: there may be nothing to apply.
+        """
         gradient, exchanged = self.parameter.grad, self.exchanged
         if exchanged is None or gradient is not exchanged.owner:
-            return
-        if _is_nonzero(gradient):
-            raise RepeatedSynchronizeError(
-                "its gradient was exchanged already and not stepped on or cleared since",
-                tensor=self.spec.name,
-                cure="Call zero_grad() before the next backward(). With Horovod, step inside "
-                "optimizer.skip_synchronize() after optimizer.synchronize(), and accumulate with "
-                "backward_passes_per_step; with DistributedDataParallel, inside no_sync()",
-            )
+            return False
+        return _is_nonzero(gradient)
+
+    def exchanged_already(self) -> RepeatedSynchronizeError:
+        """The error for a gradient of a tensor whose exchanged gradient waits for a step."""
+        return RepeatedSynchronizeError(
+            "its gradient was exchanged already and not stepped on or cleared since",
+            tensor=self.spec.name,
+            cure="Call zero_grad() before the next backward(). With Horovod, step inside "
+            "optimizer.skip_synchronize() after optimizer.synchronize(), and accumulate with "
+            "backward_passes_per_step; with DistributedDataParallel, inside no_sync()",
+        )
 
 
 @dataclass(frozen=True)
@@ -256,6 +275,17 @@ class Buckets:
         for slot in self.slots.values():
             if slot.exchanged is not None:
                 slot.exchanged.note_writing()
+
+    def waits(self) -> bool:
+        """Whether exchanged gradients, which are not 0, wait for the optimizer's step."""
+        return any(slot.waits() for slot in self.slots.values() if slot.exchanged is not None)
+
+    def present(self) -> list[tuple[Any, int]]:
+        """Identity and version of each parameter's gradient, to see whether one was written.
+
+        A gradient that lies in the exchanged memory differs from itself: it is always written.
+        """
+        return [slot.present() for slot in self.slots.values()]
 
     def first_changed(self) -> str | None:
         """The first tensor whose exchanged gradient was changed since, by name; None: none was.

@@ -1,4 +1,4 @@
-"""Error feedback of one PyTorch optimizer, as the adapters of Horovod and torch DDP share it.
+"""Error feedback of PyTorch optimizers, as the adapters of Horovod and torch DDP share it.
 
 An adapter chooses the gradients and the collective, notes when each gradient is ready, and writes
 the exchanged gradients back. All other parts of a step are here and in `steps.py`.
@@ -27,6 +27,14 @@ from horovod_topk.core.run.base_compressor import BaseCompressor
 from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.run.stats import Stats, describe
 from horovod_topk.core.run.timing import Timed
+from horovod_topk.core.state.state_dict import (
+    METHOD_STATE,
+    OWNED,
+    RESIDUALS,
+    STEPS,
+    of_several,
+    shared_out,
+)
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training import optimizer_settings as settings
@@ -73,21 +81,30 @@ class TrainingCompressor(BaseCompressor):
 
 
 class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
-    """Error feedback of one optimizer; `Attached` has the methods for users.
+    """Error feedback of one optimizer, or of all that a model has.
+
+    `Attached` has the methods for users. Each optimizer has a plan, a step runner and hooks of its
+    own, so that it commits its own steps.
 
     Args:
-        optimizer: the optimizer of the gradients.
+        optimizers: the optimizers of the gradients.
         ranks: Horovod's process set, or an object with its methods.
         label: name of the optimizer in messages.
     """
 
     framework = "torch"
-    hooks: ClassVar[type[Hooks]]  # the adapter's hooks on the optimizer
-    _hooks: Hooks  # set if it is active
+    hooks: ClassVar[type[Hooks]]  # the adapter's hooks on an optimizer
+    _each: Sequence[Hooks] = ()  # those of each optimizer, if it is active
 
-    def __init__(self, optimizer: Any, ranks: Any, label: str) -> None:
-        settings.check_has_hooks(optimizer)
+    def __init__(self, optimizers: Sequence[Any], ranks: Any, label: str) -> None:
+        for optimizer in optimizers:
+            settings.check_has_hooks(optimizer)
         super().__init__(ranks, "average", label)
+        self._handles_alone: list[Any] = []  # of the hooks on optimizers that exchange nothing
+
+    @property
+    def _states(self) -> Sequence[StepRunner[Tensor]]:
+        return [hooks.compressor for hooks in self._each]
 
     def _hooks_for(
         self,
@@ -97,16 +114,19 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         collective: Timed[Tensor],
         reduction: str = "average",
         groups: Iterable[Sequence[Tensor]] = (),
+        beside: Sequence[Hooks] = (),
     ) -> Hooks:
         """Agree with all ranks on the plan of an optimizer's gradients, and allocate memory.
 
         Args:
             optimizer: the optimizer.
-            names: names of its parameters; parameters without one are not compressed.
+            names: names of its parameters; parameters without one are not compressed. There may be
+                names of parameters of other optimizers.
             compressor: the compressor with the settings.
             collective: carries the payloads.
             reduction: "average" or "sum" over ranks.
             groups: lists of parameters that are sent together.
+            beside: what was made for the model's other optimizers.
 
         Returns:
             What compresses its gradients, once `watch` and `_use` were called.
@@ -126,21 +146,25 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         plan = plan.under(plan.config, rule)  # whose rules for ratios are applied
         scaler = compressor.grad_scaler
         preprocessing = Preprocessing.of(scaler, plan, optimizer)
-        name = _agreed_name(plan, collective)
+        name = _agreed_name(plan, collective, beside)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        names = {p: names[p] for p in parameters if p in names}
         own = _compressor_of(optimizer, names, plan, rule, name, collective)
         updates = None if rule is None else Updates(names, own)
         of_hooks = optimizer, own, Buckets(names, plan), preprocessing, updates
         hooks = type(self).hooks(*of_hooks, has_scaler=scaler is not None)
         hooks.name, hooks.warnings = name, [*warnings]
+        own.position = len(beside)
         return hooks
 
-    def _use(self, hooks: Hooks) -> None:
-        """Compress gradients by these hooks from now on."""
-        self._hooks, self._buckets = hooks, hooks.buckets
-        self._compressor = self._state = hooks.compressor
-        plan = hooks.compressor.plan
-        self._reduction = plan.reduction
-        self._skipped |= plan.sent_dense()
+    def _use(self, *each: Hooks) -> None:
+        """Compress gradients by these hooks from now on, those of each optimizer."""
+        self._each = each
+        self._compressor = self._state = each[0].compressor
+        for hooks in each:
+            plan = hooks.compressor.plan
+            self._reduction = plan.reduction
+            self._skipped |= plan.sent_dense()
 
     def _watch(self, hooks: Hooks, optimizer: Any, accumulations: Any) -> None:
         """Register hooks on the optimizer's steps; for `accumulations` see `Hooks.watch`."""
@@ -157,7 +181,8 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
             for handle in self._handles_alone:
                 handle.remove()
             return
-        self._hooks.remove()
+        for hooks in self._each:
+            hooks.remove()
         _LIVE.discard(self)
 
     def _leave(
@@ -171,7 +196,7 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         gradients: passed to `clip_alone`.
         """
         momentum, nesterov = config.momentum, config.nesterov
-        self._handles_alone = [settings.hand_over(optimizer, momentum, nesterov=nesterov)]
+        self._handles_alone.append(settings.hand_over(optimizer, momentum, nesterov=nesterov))
         if config.clip_norm is not None:
             self._handles_alone.append(clip_alone(optimizer, config.clip_norm, gradients))
 
@@ -181,7 +206,7 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
     def stats(self) -> Stats:
         """As `Attached.stats`."""
         if self.active:
-            self.warnings = tuple(self._hooks.warnings)
+            self.warnings = tuple(text for hooks in self._each for text in hooks.warnings)
         return super().stats()
 
     @torch.no_grad()
@@ -205,10 +230,40 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         """Discard a step that has begun, with its exchanged gradients."""
 
 
-def _agreed_name(plan: Plan, collective: Timed[Tensor]) -> tuple[str, int]:
+def inherit(before: Sequence[StepRunner[Tensor]], new: Sequence[StepRunner[Tensor]]) -> None:
+    """Load the states with which the compression of new optimizers begins.
+
+    They inherit the residuals of ranks and owners, and the method's own state. Momentum,
+    arrivals, learning rates, warm-up, the ratio asked for and the guard's memory start anew, as
+    they belong to the optimizer that was replaced: in the first steps of a new one its moments
+    form.
+
+    A residual that has grown because the learning rate has fallen (`core.state.learning_rates`) is
+    scaled back to gradients at the largest rate: the new optimizer's learning rate has no relation
+    to the old one's, and may be of another kind (SGD's and Adam's).
+
+    Args:
+        before: the compressors of the optimizers that are replaced.
+        new: those of the new optimizers, of the same tensors.
+    """
+    states = [runner.state_dict() for runner in before]
+    for runner, state in zip(before, states, strict=True):
+        for holder in (state, state.get(OWNED, {})):
+            for name, residual in holder.get(RESIDUALS, {}).items():
+                residual.mul_(runner.decay(name))
+    ended = max(runner.ended for runner in before)
+    parts = shared_out(of_several(states), [runner.specs().keys() for runner in new])
+    for runner, part in zip(new, parts, strict=True):
+        of_method = {METHOD_STATE + n for n, p in runner.states.items() if not p.is_optional}
+        kept = {key: part[key] for key in part if key in {RESIDUALS, OWNED, *of_method}}
+        runner.load_state_dict({**runner.state_dict(), **kept, STEPS: ended})
+
+
+def _agreed_name(plan: Plan, collective: Timed[Tensor], beside: Sequence[Hooks]) -> tuple[str, int]:
     """Agree with all ranks on a plan and its optimizer's number, and return its name."""
     prefix = plan.config.name or f"topkef.{plan.digest.hex()}"
-    names = (state._hooks.name for state in live_states())
+    names = [hooks.name for state in live_states() for hooks in state._each]
+    names += [hooks.name for hooks in beside]
     ordinal = max((n for taken, n in names if taken == prefix), default=-1) + 1
     if not elastic():  # a rank that joins late constructs its optimizer alone
         ordinal = agree(plan, ordinal, TorchOps(), collective)

@@ -125,6 +125,13 @@ class Hooks(abc.ABC):
             # This hook runs after the user's own hooks: those should see the gradients.
             _move(optimizer, "_optimizer_step_pre_hooks", self._before, last=True)
 
+    def take_back(self) -> None:
+        """Roll back an exchange that no step will apply, as no rank has computed a gradient."""
+        self.compressor.rollback()
+        self.buckets.forget_exchanged()
+        self._updated = self.buckets.exchanges
+        self._unapplied.forget()
+
     @abc.abstractmethod
     def check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse a step on gradients that are not exchanged.
@@ -416,9 +423,13 @@ class Unapplied:
         names = [slot.spec.name for slot in buckets.slots.values()] or [""]
         self._kind = f"{kind_of(optimizer)} ({len(names)} tensors, such as {names[0]!r})"
         self._own = vars(optimizer)  # the instance's own attributes
-        self._before = counts.steps, counts.unapplied
+        self.forget()
         self._ended: deque[str] = deque(maxlen=LOOKED_AT)
         self._has_ended = takes_back(optimizer)  # two exchanges a step are no fault
+
+    def forget(self) -> None:
+        """Leave out the exchanges that have ended since the last call of `note`."""
+        self._before = self._counts.steps, self._counts.unapplied
 
     def note(self, how: str) -> str:
         """Count the exchanges that have ended since the last call.

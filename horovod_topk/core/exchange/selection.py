@@ -125,6 +125,20 @@ def choose(
     return best, f"bytes a step that leave the busiest node: {listed}{missing}{price}"
 
 
+def check_owners(exchanges: Sequence[Exchange[Any]]) -> None:
+    """Refuse optimizers whose residuals belong to different owners: a state dict has one kind.
+
+    Raises:
+        ConfigError: exchange="auto" has selected exchanges with owners that differ.
+    """
+    kinds = {str(each.owner): each.kind for each in exchanges if each.parts}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"exchange='auto' selects {' and '.join(kinds.values())} for optimizers of one model",
+            cure="Name the exchange, such as exchange='sharded'",
+        )
+
+
 def fewest(cost: Mapping[str, int]) -> str:
     """The exchange that `choose` selects, given bytes by kind in its order."""
     best, *others = cost

@@ -1,7 +1,7 @@
 """`Attached`: base of the objects that `TopKEF.of(...)` returns in every framework.
 
-Its methods forward to the state of one optimizer. An optimizer that exchanges nothing, as in one
-process, has no state: it is not `active`.
+Its methods forward to the state of one optimizer, or to those of a model's several optimizers. An
+optimizer that exchanges nothing, as in one process, has no state: it is not `active`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from horovod_topk.core.control.schedule import Clock
 from horovod_topk.core.exchange.membership import check_all_exchange, check_kept, why_inactive
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.run.state import State
-from horovod_topk.core.run.stats import Stats, StepCounters
+from horovod_topk.core.run.stats import Stats, StepCounters, in_all, measured
 from horovod_topk.core.run.substitute import VARIABLE
+from horovod_topk.core.state.residual import Squares
+from horovod_topk.core.state.state_dict import of_several, shared_out
 from horovod_topk.reporting import number_of
 
 log = logging.getLogger("horovod_topk")
@@ -28,6 +30,8 @@ Kept = TypeVar("Kept", bound=State[Any])
 
 class Attached(Generic[Kept]):
     """Error feedback of one optimizer, or of the gradient tapes of one list of variables.
+
+    A model under DistributedDataParallel may have several optimizers, each with a state of its own.
 
     Args:
         process_set: Horovod's process set of the ranks that exchange gradients.
@@ -49,9 +53,22 @@ class Attached(Generic[Kept]):
             self._skip("*", why)
         self.active = not self._skipped
 
+    @property
+    def _states(self) -> Sequence[Kept]:
+        """The state of each optimizer, if it is active; their tensors differ."""
+        return (self._state,)
+
     def stats(self) -> Stats:
-        """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
-        stats = self._state.stats() if self.active else Stats()
+        """Totals and norms so far. Waits for the device; call it on any rank, it is local.
+
+        With several optimizers, steps and bytes are the sums over them (`core.run.stats.in_all`).
+        """
+        stats = Stats()
+        if self.active:
+            stats = in_all([state.stats() for state in self._states])
+        if self.active and len(self._states) > 1:
+            squares = sum((state.squares() for state in self._states), Squares())
+            stats = replace(stats, **measured(squares))
         skipped, late = dict(self._skipped), dict(self._late)
         warnings = *self.warnings, *stats.warnings
         stats = replace(stats, skipped=skipped, late=late, warnings=warnings)
@@ -67,7 +84,8 @@ class Attached(Generic[Kept]):
         """Shapes of the compressed gradients that are known so far, by name."""
         if not self.active:
             return {}
-        return {name: list(spec.shape) for name, spec in self._state.specs().items()}
+        specs = (spec for state in self._states for spec in state.specs().items())
+        return {name: list(spec.shape) for name, spec in specs}
 
     @property
     def agreed(self) -> Plan | None:
@@ -78,14 +96,14 @@ class Attached(Generic[Kept]):
     def steps(self) -> int:
         """Number of ended steps, committed or rolled back, including those before a checkpoint.
 
-        It is equal on all ranks.
+        It is equal on all ranks. With several optimizers it is the sum of their steps.
         """
-        return self._state.ended if self.active else 0
+        return sum(state.ended for state in self._states) if self.active else 0
 
     @property
     def ratio(self) -> float:
         """Share of each tensor's elements that the next step sends; see `set_ratio`."""
-        return self._state.ratio if self.active else 1.0
+        return max(state.ratio for state in self._states) if self.active else 1.0
 
     def set_ratio(self, ratio: float | None) -> None:
         """Send another share of elements from the next step on; None: the share of the settings.
@@ -103,7 +121,11 @@ class Attached(Generic[Kept]):
         """
         if self.active:
             check_kept(self.manager, f"set_ratio({ratio!r}) was called, of which")
-            self._state.set_ratio(ratio)
+            for state in self._states:
+                if ratio is not None:
+                    state.schedule.check(ratio)
+            for state in self._states:
+                state.set_ratio(ratio)
 
     def probe(self, every: int | None) -> None:
         """Exchange a bucket dense beside compressed in one step of `every`, each bucket in turn.
@@ -120,8 +142,8 @@ class Attached(Generic[Kept]):
         """
         if every is not None:
             check_whole("every", every, 1, 2**31, 100)
-        if self.active:
-            self._state.probe_every(every)
+        for state in self._states if self.active else ():
+            state.probe_every(every)
 
     def report(self, value: SupportsFloat) -> None:
         """Report a value such as this rank's loss to the guard's rule `trend`.
@@ -135,8 +157,8 @@ class Attached(Generic[Kept]):
         Raises:
             ConfigError: `value` is not one number.
         """
-        if self.active:
-            self._state.guard.report(number_of(value))
+        for state in self._states if self.active else ():
+            state.guard.report(number_of(value))
 
     @property
     def clock(self) -> Clock:
@@ -185,7 +207,7 @@ class Attached(Generic[Kept]):
 
         Every rank has its own: save one file a rank.
         """
-        return self._state.state_dict() if self.active else {}
+        return of_several([state.state_dict() for state in self._states]) if self.active else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load residuals that this rank saved; a step under way is dropped.
@@ -197,8 +219,14 @@ class Attached(Generic[Kept]):
         Raises:
             StateDictError: a tensor is missing, unknown or of another shape; nothing has changed.
         """
-        if self.active:
-            self._state.load_state_dict(state)
+        if not self.active:
+            return
+        parts = shared_out(state, [each.specs().keys() for each in self._states])
+        pairs = list(zip(self._states, parts, strict=True))
+        for each, part in pairs[:-1]:  # loading checks the last one, or the only one
+            each.check_state_dict(part)
+        for each, part in reversed(pairs):
+            each.load_state_dict(part)
 
     def reset(self) -> None:
         """Set all residuals and velocities to zero; a step under way is dropped.
@@ -206,13 +234,13 @@ class Attached(Generic[Kept]):
         Call it on every rank, or gradients that other ranks hold back still come. How often
         elements arrive and how large the learning rate has been is not forgotten.
         """
-        if self.active:
-            self._state.reset()
+        for state in self._states if self.active else ():
+            state.reset()
 
     def forget(self) -> None:
         """Set the whole state to zero, for ranks that join an elastic job; drop an open step."""
-        if self.active:
-            self._state.forget()
+        for state in self._states if self.active else ():
+            state.forget()
 
     def residual(self, name: str) -> Any:
         """A copy of one tensor's committed residual, flat, float32 (float64 for float64 gradients).
@@ -222,15 +250,16 @@ class Attached(Generic[Kept]):
         """
         if not self.active:
             raise KeyError(name)
-        return self._state.residual(name)
+        *others, last = self._states
+        return next((each for each in others if name in each.specs()), last).residual(name)
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` with counters at the end of every step, in the thread that runs the step.
 
-        No device is waited for.
+        No device is waited for. With several optimizers it is called at the end of each one's step.
         """
-        if self.active:
-            self._state.on_step(callback)
+        for state in self._states if self.active else ():
+            state.on_step(callback)
 
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason

@@ -34,6 +34,7 @@ class Counting(Generic[Array]):
         seconds: total of all these steps.
         sample: shares of the last sampled step.
         callbacks: functions that are called at the end of every step.
+        position: the optimizer's, in the list of a model's optimizers.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class Counting(Generic[Array]):
         self._counted: tuple[Plan, int] | None = None  # a plan, and the bytes of memory it takes
         self._begun = 0  # what a loaded checkpoint adds to the number of ended steps
         self.callbacks: list[Callable[[StepCounters], None]] = []
+        self.position = 0
 
     def squares(self) -> Squares:
         """Sums of squares of the gradients and residuals of the last step. Waits for the device."""
@@ -106,6 +108,7 @@ class Counting(Generic[Array]):
             **vars(self.probed),
             memory_bytes=self.memory_bytes,
             fell_back=fell_back,
+            optimizer=self.position,
         )
         for callback in self.callbacks:
             callback(counters)

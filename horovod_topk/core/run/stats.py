@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from horovod_topk.core.exchange import Exchange
@@ -47,6 +48,7 @@ class StepCounters:
     probe_error: float | None = None
     memory_bytes: int = 0  # as in `Stats`
     fell_back: str = ""  # why compression ended with this step; empty: it did not
+    optimizer: int = 0  # whose step it was: its position in the list that was attached
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,46 @@ class Stats:
     def reduction(self) -> float:
         """How many times fewer bytes a rank sends than a dense ring allreduce would."""
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+
+def in_all(each: Sequence[Stats]) -> Stats:
+    """The statistics of a model's optimizers together: those of one are its own.
+
+    Counts, bytes and seconds are sums, and norms are norms over all tensors. Of what is one number
+    for each optimizer, this is the largest, of `step_factor` the smallest.
+    """
+    first, *others = each
+    if not others:
+        return first
+    found: dict[str, Any] = {}
+    for name, own in vars(first).items():
+        values = [getattr(stats, name) for stats in each]
+        known = [value for value in values if value is not None]
+        if name in _NORMS:
+            found[name] = math.hypot(*values)
+        elif name in _LARGEST:
+            found[name] = max(known, default=None)
+        elif name in ("exchange", "because"):
+            found[name] = "; ".join(dict.fromkeys(filter(None, values)))
+        elif isinstance(own, Mapping):
+            found[name] = {key: of[key] for of in values for key in of}
+        elif name == "warnings":
+            found[name] = tuple(dict.fromkeys(text for texts in values for text in texts))
+        elif name not in _OF_THE_JOB:
+            found[name] = sum(known) if len(known) == len(values) else None
+    elements = max(found["elements"], 1)
+    found["element_bytes"] = {
+        key: sum(s.element_bytes.get(key, 0.0) * s.elements for s in each) / elements
+        for key in found["element_bytes"]
+    }
+    found["fallbacks"] = dict(sum((Counter(stats.fallbacks) for stats in each), Counter[str]()))
+    found["step_factor"] = min(stats.step_factor for stats in each)
+    return replace(first, **found)
+
+
+_NORMS = ("residual_norm", "owned_norm", "gradient_norm")
+_LARGEST = ("level", "sent_share", "residual_norm_ratio", "probe_cosine", "probe_error")
+_OF_THE_JOB = ("active", "ranks", "nodes", "momentum", "lost_ranks", "lost_norm")
 
 
 @dataclass(frozen=True)

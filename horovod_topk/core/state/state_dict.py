@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, NoReturn, TypeGuard
 
 from horovod_topk.core.plan.buckets import TensorSpec
@@ -31,12 +32,14 @@ RELEASED = "released"  # key in a state dict: tensors that left the plan, withou
 STEPS = "steps"  # key in a saved shard: how many steps had ended
 OWNED, VELOCITY = "owned", "velocity"  # keys of state dicts within a state dict
 METHOD_STATE = "state."  # prefix of keys: a method's state, a state dict within a state dict
+OPTIMIZERS = "optimizers"  # key in a state dict of several optimizers: the counters of each
 VARIABLES = "variables"  # key in a state dict of TensorFlow: names of all variables, in order
 SHARED = "shared"  # key in a method's state: whether it is equal on all ranks
 OPTIONAL = "optional"  # key in a method's state: it starts at zero where it does not fit
 LARGEST = 1e18  # norm of a residual, at most: its square, and sums over ranks, fit float32
 ROUNDING = 1e-3  # share by which a value may exceed its range
 MOST_STEPS = 2**62  # committed steps that a state dict may count; 64 bits hold them
+_COUNTERS = (COMMITTED, ASKED, DECISION, GUARD, STEPS)  # of one optimizer
 OWNER = ("ranks", "rank", "nodes")  # keys that identify the owner of residuals of shards
 
 
@@ -76,12 +79,58 @@ def joined(state: Mapping[str, Any], waiting: Mapping[str, Any]) -> dict[str, An
     state: the state dict whose other entries take precedence.
     """
     result = {**waiting, **state}
-    for key in {"shapes", RESIDUALS} & set(result):
+    for key in {"shapes", RESIDUALS, RATES, LARGEST_RATES} & set(result):
         result[key] = {**state.get(key, {}), **waiting.get(key, {})}
     for key in parts_of(state):
         if key in waiting:
             result[key] = joined(state[key], waiting[key])
     return result
+
+
+def of_several(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state dict of a model's optimizers, whose tensors differ: of one, its own.
+
+    That of several has all arrays by tensor name, the counters of the first optimizer, as a model
+    with one optimizer can load them, and under `OPTIMIZERS` the counters of each.
+    """
+    result = reduce(joined, states)
+    if len(states) > 1:
+        counters = ({key: each[key] for key in _COUNTERS if key in each} for each in states)
+        result[OPTIMIZERS] = list(counters)
+    return result
+
+
+def shared_out(
+    state: Mapping[str, Any], names: Sequence[Collection[str]]
+) -> list[Mapping[str, Any]]:
+    """The parts of a state dict for a model's optimizers: for one, all of it.
+
+    The model may have had other optimizers: each tensor's arrays go to the optimizer that has it
+    now, and the counters of the first one to each if their number differs.
+
+    names: of each optimizer's tensors. What is of no optimizer is left to the first one, to refuse.
+
+    Raises:
+        StateDictError: the counters are no list of dictionaries.
+    """
+    counters = state.get(OPTIMIZERS, [])
+    if not (isinstance(counters, list) and all(isinstance(each, dict) for each in counters)):
+        raise refused(f"its optimizers have {counters!r:.60}, which are no counters")
+    state = {key: value for key, value in state.items() if key != OPTIMIZERS}
+    if len(names) == 1:
+        return [state]
+    every, parts = {name for own in names for name in own}, list[Mapping[str, Any]]()
+    for at, own in enumerate(names):
+        others = every - set(own)
+        if at:
+            others |= {*state.get(RESIDUALS, ())} - every
+        part = without(state, others)
+        if OWNED in part and state[OWNED].get(RESIDUALS) and not part[OWNED][RESIDUALS]:
+            del part[OWNED]  # its exchange has no owners
+        if len(counters) == len(names):
+            part = {key: each for key, each in part.items() if key not in _COUNTERS} | counters[at]
+        parts.append(part)
+    return parts
 
 
 def renamed(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
