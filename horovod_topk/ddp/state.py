@@ -209,10 +209,13 @@ class DDPState(TrainingState):
             if slot.has_fired:
                 raise slot.exchanged_already()
         elif hooks.buckets.add(slot, gradient, gradient):
-            gradients = hooks.buckets.ready(slot.ordinal)
-            if hooks.preprocessing is not None:
-                hooks.preprocess(slot.ordinal, gradients)
-            hooks.compressor.launch(slot.ordinal, gradients)
+            self._launch(hooks, slot.ordinal)
+
+    def _launch(self, hooks: Hooks, ordinal: int) -> None:
+        gradients = hooks.buckets.ready(ordinal)
+        if hooks.preprocessing is not None:
+            hooks.preprocess(ordinal, gradients)
+        hooks.compressor.launch(ordinal, gradients)
 
     def _end_backward(self) -> None:
         """Finish exchanges at the end of backward.
@@ -262,9 +265,10 @@ class DDPState(TrainingState):
         """
         failed, self._failed = self._failed, None
         untouched, self._untouched = self._untouched, {}
+        taking_part, self._taking_part = self._taking_part, []
         if failed is not None:
             raise failed
-        for hooks in self._taking_part:
+        for hooks in taking_part:
             if hooks in untouched and hooks.buckets.present() == untouched[hooks]:
                 hooks.take_back()
                 continue

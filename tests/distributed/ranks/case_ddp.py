@@ -838,7 +838,7 @@ def test_an_error_in_a_hook_ends_backward_and_not_the_model(
     assert state.stats().steps == 2
 
 
-def broken(ordinal: int) -> None:
+def broken(hooks: Any, ordinal: int) -> None:
     raise ArithmeticError(f"in bucket {ordinal}")
 
 
