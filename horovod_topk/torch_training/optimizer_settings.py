@@ -275,6 +275,8 @@ def _check_eps(optimizer: Any, config: Method) -> None:
 def _why_left(optimizer: Any) -> str:
     """Reason why momentum="auto" leaves this optimizer's steps as they are; empty: none."""
     groups = optimizer.param_groups
+    if len(inner := list(_inside(optimizer, "optimizer"))) > 1:
+        return f"it steps others. Attach these instead, attach(model, [{', '.join(inner)}])"
     if not isinstance(optimizer, (SGD, Adam, AdamW)):
         return f"it is none of {KNOWN}"
     if not _steps_as_known(optimizer):
@@ -416,8 +418,19 @@ def _inside(wrapper: Any, path: str, depth: int = DEEPEST) -> Iterator[str]:
     for own, value in attributes.items():
         public = own.lstrip("_")  # as Lightning's property `optimizer`
         name = public if getattr(wrapper, public, None) is value else own
-        if value is not wrapper and hasattr(value, "param_groups") and hasattr(value, "step"):
-            if _has_hooks(value):
-                yield f"{path}.{name}"
-            else:
-                yield from _inside(value, f"{path}.{name}", depth - 1)
+        for item, each in _items(value):
+            if each is not wrapper and hasattr(each, "param_groups") and hasattr(each, "step"):
+                if _has_hooks(each):
+                    yield f"{path}.{name}{item}"
+                else:
+                    yield from _inside(each, f"{path}.{name}{item}", depth - 1)
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    """A value, or the items of one that is a list, tuple or dictionary, with their subscripts."""
+    if isinstance(value, list | tuple):
+        yield from ((f"[{at}]", each) for at, each in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", each) for key, each in value.items())
+    else:
+        yield "", value
