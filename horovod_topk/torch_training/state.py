@@ -252,7 +252,9 @@ def inherit(before: Sequence[StepRunner[Tensor]], new: Sequence[StepRunner[Tenso
             for name, residual in holder.get(RESIDUALS, {}).items():
                 residual.mul_(runner.decay(name))
     ended = max(runner.ended for runner in before)
-    parts = shared_out(of_several(states), [runner.specs().keys() for runner in new])
+    parts = shared_out(
+        of_several([(state, ended) for state in states]), [runner.specs().keys() for runner in new]
+    )
     for runner, part in zip(new, parts, strict=True):
         of_method = {METHOD_STATE + n for n, p in runner.states.items() if not p.is_optional}
         kept = {key: part[key] for key in part if key in {RESIDUALS, OWNED, *of_method}}

@@ -207,7 +207,8 @@ class Attached(Generic[Kept]):
 
         Every rank has its own: save one file a rank.
         """
-        return of_several([state.state_dict() for state in self._states]) if self.active else {}
+        each = [(state.state_dict(), state.ended) for state in self._states] if self.active else []
+        return of_several(each)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load residuals that this rank saved; a step under way is dropped.

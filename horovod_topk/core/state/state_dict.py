@@ -87,16 +87,20 @@ def joined(state: Mapping[str, Any], waiting: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def of_several(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def of_several(states: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
     """The state dict of a model's optimizers, whose tensors differ: of one, its own.
 
     That of several has all arrays by tensor name, the counters of the first optimizer, as a model
     with one optimizer can load them, and under `OPTIMIZERS` the counters of each.
+
+    states: state dict and number of ended steps of each optimizer; empty: nothing is compressed.
     """
-    result = reduce(joined, states)
+    result: dict[str, Any] = reduce(joined, (state for state, _ in states), {})
     if len(states) > 1:
-        counters = ({key: each[key] for key in _COUNTERS if key in each} for each in states)
-        result[OPTIMIZERS] = list(counters)
+        result[OPTIMIZERS] = [
+            {**{key: state[key] for key in _COUNTERS if key in state}, STEPS: ended}
+            for state, ended in states
+        ]
     return result
 
 
