@@ -260,12 +260,33 @@ def test_two_losses_in_turns_with_residuals(take: Take, options: dict[str, Any])
 
 
 @pytest.mark.everywhere
-def test_two_backwards_before_two_steps() -> None:
-    options = {"find_unused_parameters": True}
+@pytest.mark.parametrize("view", [True, False])
+def test_two_backwards_before_two_steps(view: bool) -> None:
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
     job, alike = (Job(by_network, (training.adamw, training.sgd), SPARSE, **options) for _ in "12")
     assert_same(train(job, 8, two_losses), train(alike, 8, ordinary))
     assert job.total("steps") == alike.total("steps") == 16
     assert torch.equal(bits(job.residuals("one")), bits(alike.residuals("one")))
+
+
+@OVER_DDP
+@pytest.mark.everywhere
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_network_that_one_rank_alone_has_used(view: bool, set_to_none: bool) -> None:
+    """All ranks step it: others see it by what DistributedDataParallel writes."""
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    job = Job(by_network, (training.adamw, training.sgd), SPARSE, **options)
+    train(job, 2)
+    for step in range(2, 8):
+        for each in job.optimizers:
+            each.zero_grad(set_to_none=set_to_none)
+        job.backward(step, "both" if hvd.rank() == step % hvd.size() else "one")
+        assert any(p.grad.any() for p in job.task.other.parameters())
+        for each in job.optimizers:
+            each.step()
+        assert_ranks_equal(job.task.parameters())
+    assert job.total("steps") == 16 and job.total("rolled_back") == 0
 
 
 @pytest.mark.everywhere
