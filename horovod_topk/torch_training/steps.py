@@ -399,7 +399,8 @@ _CURES = {
     APPLIED: "Other exchanges between them were. If another loss's backward() runs through these "
     "parameters, as that of a GAN's generator does through its discriminator, these exchanges are "
     "in vain: freeze the parameters meanwhile (requires_grad_(False), and with "
-    "DistributedDataParallel call model.module), or run that pass inside no_sync(). If that "
+    "DistributedDataParallel call model.module, or pass find_unused_parameters=True where one "
+    "model has both), or run that pass inside no_sync(). If that "
     "backward() belongs to the step, as SAM's first one does, all is well",
 }
 

@@ -317,6 +317,44 @@ def test_each_network_trains_as_if_it_were_alone(exchange: str) -> None:
 
 @OVER_DDP
 @pytest.mark.everywhere
+@pytest.mark.parametrize("make", [training.sgd, training.adamw])
+@pytest.mark.parametrize("by", ["rate", "gradient", "zeros", "requires_grad"])
+def test_a_frozen_network_is_as_a_frozen_group(make: Any, by: str) -> None:
+    """To the bit one optimizer with two groups, of which one does not learn in the first steps."""
+
+    def grouped(parameters: Any) -> torch.optim.Optimizer:
+        every = list(parameters)
+        return make([{"params": every[:4]}, {"params": every[4:]}])
+
+    settings = {"ratio": 0.05, "min_numel": 0}
+    unused = {"find_unused_parameters": by == "requires_grad"}
+    two = Job(by_network, (make, make), settings, **unused)
+    one = Job(lambda task: (list(task.parameters()),), (grouped,), settings, **unused)
+
+    def frozen(job: Job, step: int) -> None:
+        is_frozen, group = step < 4, job.optimizers[-1].param_groups[-1]
+        others = job.task.other
+        group["lr"] = 0.0 if by == "rate" and is_frozen else 0.01
+        others.requires_grad_(not (by == "requires_grad" and is_frozen))
+        job.zero_grad()
+        job.backward(step)
+        if by in ("gradient", "zeros") and is_frozen:
+            others.zero_grad(set_to_none=by == "gradient")
+        for each in job.optimizers:
+            each.step()
+        others.requires_grad_(True)
+
+    start = training.snapshot(two.task.other)
+    assert_same(train(two, 4, frozen), train(one, 4, frozen))
+    if by != "zeros":  # on which weights decay
+        assert_same(start, training.snapshot(two.task.other))
+    assert not any(map(torch.any, two.residuals("other")))
+    assert_same(train(two, 6, frozen, 4), train(one, 6, frozen, 4))
+    assert_same(two.residuals("other"), one.residuals("other"))
+
+
+@OVER_DDP
+@pytest.mark.everywhere
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_nothing_is_lost_and_nothing_comes_twice(exchange: str) -> None:
     """What was applied is what the steps used, less what all residuals have."""
