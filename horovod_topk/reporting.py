@@ -184,7 +184,7 @@ def _count(counters: Any) -> None:
     """Add up the `core.run.stats.StepCounters` of a step."""
     _totals["sent_bytes"] += counters.sent_bytes
     _totals["dense_bytes"] += counters.dense_bytes
-    _totals["exchanges"] += 1
+    _totals["exchanges"] += counters.optimizer == 0  # of a model's optimizers the first one
 
 
 def _costs() -> dict[str, float]:

@@ -207,7 +207,7 @@ class DDPState(TrainingState):
         """Note a gradient; launch its bucket if it is the last, unless it waits for a step."""
         if hooks not in self._taking_part:
             if slot.has_fired:
-                raise slot.exchanged_already()
+                hooks.buckets.check_none_waits()
         elif hooks.buckets.add(slot, gradient, gradient):
             self._launch(hooks, slot.ordinal)
 

@@ -151,7 +151,13 @@ class Slot:
             RepeatedSynchronizeError: the gradient is the exchanged one, and not zero.
         """
         if self.waits():
-            raise self.exchanged_already()
+            raise RepeatedSynchronizeError(
+                "its gradient was exchanged already and not stepped on or cleared since",
+                tensor=self.spec.name,
+                cure="Call zero_grad() before the next backward(). With Horovod, step inside "
+                "optimizer.skip_synchronize() after optimizer.synchronize(), and accumulate with "
+                "backward_passes_per_step; with DistributedDataParallel, inside no_sync()",
+            )
 
     def waits(self) -> bool:
         """Whether the parameter's gradient is the exchanged one, which no step has applied yet.
@@ -162,16 +168,6 @@ class Slot:
         if exchanged is None or gradient is not exchanged.owner:
             return False
         return _is_nonzero(gradient)
-
-    def exchanged_already(self) -> RepeatedSynchronizeError:
-        """The error for a gradient of a tensor whose exchanged gradient waits for a step."""
-        return RepeatedSynchronizeError(
-            "its gradient was exchanged already and not stepped on or cleared since",
-            tensor=self.spec.name,
-            cure="Call zero_grad() before the next backward(). With Horovod, step inside "
-            "optimizer.skip_synchronize() after optimizer.synchronize(), and accumulate with "
-            "backward_passes_per_step; with DistributedDataParallel, inside no_sync()",
-        )
 
 
 @dataclass(frozen=True)
@@ -279,6 +275,15 @@ class Buckets:
     def waits(self) -> bool:
         """Whether exchanged gradients, which are not 0, wait for the optimizer's step."""
         return any(slot.waits() for slot in self.slots.values() if slot.exchanged is not None)
+
+    def check_none_waits(self) -> None:
+        """Refuse to exchange gradients beside others that wait for the same optimizer's step.
+
+        Raises:
+            RepeatedSynchronizeError: there are such gradients.
+        """
+        for slot in self.slots.values():
+            slot.check_not_exchanged()
 
     def present(self) -> list[tuple[Any, int]]:
         """Identity and version of each parameter's gradient, to see whether one was written.

@@ -67,7 +67,7 @@ class Replaces(torch.optim.SGD):
 
 
 class Both(torch.optim.Optimizer):
-    """Two optimizers as one, as docs/ddp.md has it for Muon beside AdamW."""
+    """Two optimizers as one."""
 
     def __init__(self, *inner: torch.optim.Optimizer) -> None:
         self.inner = inner

@@ -638,6 +638,21 @@ def test_two_backwards_through_one_network_for_one_step() -> None:
 
 
 @OVER_DDP
+def test_two_losses_in_turns_of_one_optimizer() -> None:
+    """The first loss's gradients were exchanged twice, and what was sent stayed in the residual."""
+    job = Job(
+        lambda task: (list(task.parameters()),),
+        (training.sgd,),
+        SPARSE,
+        find_unused_parameters=True,
+    )
+    with pytest.raises(RepeatedSynchronizeError, match=r"one\.\d\.(weight|bias).*zero_grad"):
+        two_losses(job, 0)
+    job.zero_grad()
+    train(job, 2)
+
+
+@OVER_DDP
 def test_gradients_that_no_sync_adds_up() -> None:
     job, alike = (Job(by_network, (training.adamw, training.sgd), SPARSE) for _ in "12")
 
