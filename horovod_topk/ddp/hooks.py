@@ -113,11 +113,9 @@ class Hooks(steps.Hooks):
         own, known = self.optimizer(), self.buckets.slots
         if optimizer is own or self._applied == self.buckets.exchanges:
             return
-        if own is not None and any(each is own for each in within(optimizer)):
-            return
         stepped = (id(p) for group in optimizer.param_groups for p in group["params"])
         slots = [known[p] for p in stepped if p in known]
-        if any_applied(slots):
+        if any_applied(slots) and not any(each is own for each in within(optimizer)):
             raise NotAttachedError(
                 f"{type(optimizer).__name__}.step() was called, and compression is attached to "
                 "another optimizer of these parameters",
@@ -127,8 +125,8 @@ class Hooks(steps.Hooks):
 
 
 def within(wrapper: Any) -> list[Any]:
-    """The attributes of an object, and the items of those that are lists, tuples or dicts."""
-    found = [*vars(wrapper).values()]
+    """The attributes of an object that are not None, and items of lists, tuples and dicts."""
+    found = [each for each in vars(wrapper).values() if each is not None]
     found += [each for items in found if isinstance(items, list | tuple) for each in items]
     found += [each for items in found if isinstance(items, dict) for each in items.values()]
     return found
