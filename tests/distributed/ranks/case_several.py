@@ -207,7 +207,6 @@ ALTERNATING = [
 
 
 @pytest.mark.everywhere
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("split", "make"),
     [
@@ -228,7 +227,6 @@ def test_where_all_is_sent_training_is_dense_to_the_bit(split: Any, make: Any, t
 
 
 @pytest.mark.everywhere
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(("take", "options"), ALTERNATING)
 def test_two_losses_in_turns_are_dense_to_the_bit(take: Take, options: dict[str, Any]) -> None:
     make, options = (training.adam, training.sgd), {"find_unused_parameters": True, **options}
@@ -238,6 +236,7 @@ def test_two_losses_in_turns_are_dense_to_the_bit(take: Take, options: dict[str,
 
 
 @pytest.mark.everywhere
+@pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize(("take", "options"), ALTERNATING)
 def test_two_losses_in_turns_with_residuals(take: Take, options: dict[str, Any]) -> None:
     """Each network's steps count; the other one's gradients and residuals stay as they are."""
@@ -260,6 +259,7 @@ def test_two_losses_in_turns_with_residuals(take: Take, options: dict[str, Any])
 
 
 @pytest.mark.everywhere
+@pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("view", [True, False])
 def test_two_backwards_before_two_steps(view: bool) -> None:
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
@@ -271,6 +271,7 @@ def test_two_backwards_before_two_steps(view: bool) -> None:
 
 @OVER_DDP
 @pytest.mark.everywhere
+@pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_network_that_one_rank_alone_has_used(view: bool, set_to_none: bool) -> None:
@@ -290,6 +291,7 @@ def test_a_network_that_one_rank_alone_has_used(view: bool, set_to_none: bool) -
 
 
 @pytest.mark.everywhere
+@pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_each_network_trains_as_if_it_were_alone(exchange: str) -> None:
     """Each tensor is adapted by the optimizer that has it, and by no other."""
@@ -355,6 +357,7 @@ def test_a_frozen_network_is_as_a_frozen_group(make: Any, by: str) -> None:
 
 @OVER_DDP
 @pytest.mark.everywhere
+@pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_nothing_is_lost_and_nothing_comes_twice(exchange: str) -> None:
     """What was applied is what the steps used, less what all residuals have."""
