@@ -274,9 +274,9 @@ def _check_eps(optimizer: Any, config: Method) -> None:
 
 def _why_left(optimizer: Any) -> str:
     """Reason why momentum="auto" leaves this optimizer's steps as they are; empty: none."""
-    groups = optimizer.param_groups
     if len(inner := list(_inside(optimizer, "optimizer"))) > 1:
         return f"it steps others. Attach these instead, attach(model, [{', '.join(inner)}])"
+    groups = optimizer.param_groups
     if not isinstance(optimizer, (SGD, Adam, AdamW)):
         return f"it is none of {KNOWN}"
     if not _steps_as_known(optimizer):
