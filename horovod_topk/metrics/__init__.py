@@ -57,6 +57,8 @@ def as_dictionary(counters: StepCounters) -> dict[str, float]:
 class JsonLines:
     """Writes a line of JSON for each step: its number, and the metrics of `as_dictionary`.
 
+    Of a model with several optimizers each has lines, from the second on with its position.
+
     Args:
         path: path of the file, one for each rank; lines are appended.
     """
@@ -70,7 +72,8 @@ class JsonLines:
         if self._file.closed:
             self._file = self._open()
         reason = {"fell_back": counters.fell_back} if counters.fell_back else {}
-        line = {"step": counters.step, **as_dictionary(counters), **reason}
+        whose = {"optimizer": counters.optimizer} if counters.optimizer else {}
+        line = {"step": counters.step, **whose, **as_dictionary(counters), **reason}
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:

@@ -48,6 +48,28 @@ def test_one_rank_compresses_nothing_and_steps_as_without(model: Any) -> None:
     assert not TopKEF.of(model).active
 
 
+def test_one_rank_steps_several_optimizers_as_without(model: Any) -> None:
+    alone = nn.Linear(20, 30)
+    alone.load_state_dict(model.module.state_dict())
+
+    def optimizers(net: Any) -> list[Any]:
+        sgd = torch.optim.SGD([net.weight], lr=0.1, momentum=0.9)
+        return [sgd, torch.optim.AdamW([net.bias])]
+
+    ours, plain = optimizers(model.module), optimizers(alone)
+    TopKEF().attach(model, ours)
+    for _ in range(3):
+        x = torch.randn(8, 20)
+        for net, own in ((model, ours), (alone, plain)):
+            net.zero_grad()
+            net(x).square().sum().backward()
+            for each in own:
+                each.step()
+    assert torch.equal(model.module.weight, alone.weight)
+    assert torch.equal(model.module.bias, alone.bias)
+    assert not TopKEF.of(model).stats().active and TopKEF.of(model).state_dict() == {}
+
+
 def test_the_adapter_is_small() -> None:
     """It has no algorithm in it."""
     files = Path(horovod_topk.ddp.__file__).parent.glob("*.py")
