@@ -34,6 +34,7 @@ DEFERRED: Mapping[str, tuple[str, ...]] = {
     "follow_lr": (AUTO,),
     "warmup": (AUTO,),
     "guard": (AUTO,),
+    "ratio": (AUTO,),
 }  # setting -> values that are decided once the optimizer and the job are known
 OTHERS = "*"  # key of a mapping `ratio`: all tensors that no other key matches
 NESTEROV = "nesterov"  # beside a number for `momentum`

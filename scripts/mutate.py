@@ -193,8 +193,8 @@ MUTATIONS = (
     ),
     Mutation(
         "updates",
-        "is_young = (1.0 - beta1) ** 2 * step <= 1.0",
-        "is_young = (1.0 - beta1) ** 2 * step >= 1.0",
+        "where(grown < 1.0, grown, 1.0)",
+        "where(grown < 1.0, 0.0, 1.0)",
         "tests/unit/test_updates.py",
     ),
     Mutation(

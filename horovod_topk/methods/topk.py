@@ -121,7 +121,8 @@ class TopK(Codec):
     rank, as a residual, and is added to the next gradient.
 
     Args:
-        ratio: share of each tensor's elements that a rank sends in a step, in (0, 1]. With the
+        ratio: share of each tensor's elements that a rank sends in a step, in (0, 1]. "auto":
+            0.02, 0.1 for Lion and 0.25 for Muon and their kin (docs/optimizers.md). With the
             exchange "sharded", a pair: what a rank sends, and the share of a shard's elements that
             its owner sends back. A mapping gives some tensors another ratio, such as
             {"head.*": "dense", "*": 0.01}. Its keys are patterns of tensor names as in `fnmatch`,

@@ -29,6 +29,7 @@ from horovod_topk.tensorflow.refusals import check_bears_zeros
 from horovod_topk.tensorflow.scaling import Scale, scale_of
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.updates import is_keras_3, own_class, update_tf_keras
+from horovod_topk.updates import tracker
 
 Part = tuple["Adapted | None", list[int]]  # an optimizer, and positions of its variables
 
@@ -82,7 +83,7 @@ class Adapted:
     def build(self, variables: Iterable[Any]) -> None:
         """Make Adam's mean squares, which a graph that exchanges gradients reads."""
         updates, plain = self.fitted.updates, cast("Any", self.optimizer())
-        if updates is not None and updates.rule.normalises and not tf.executing_eagerly():
+        if updates is not None and updates.rule == tracker.ADAM and not tf.executing_eagerly():
             with tf.init_scope():
                 make = plain.build if hasattr(plain, "build") else plain._create_all_weights
                 make(list(variables if self._variables is None else self._variables.values()))

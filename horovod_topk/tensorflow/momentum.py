@@ -24,6 +24,7 @@ from horovod_topk.core.run.optimizers import (
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.updates import Updates
 from horovod_topk.updates import tracker
+from horovod_topk.updates.formulas import LINEAR, UNKNOWN, family_of
 
 log = logging.getLogger("horovod_topk")
 
@@ -57,20 +58,22 @@ def fitted_to(optimizer: Any, compressor: BaseCompressor, process_set: Any) -> F
     if "follow_lr" in compressor.deferred:
         config = replace(config, follow_lr=_present(optimizer, "learning_rate") is not None)
     normalises = _is_adam(optimizer)
-    is_known = normalises or _is_a(optimizer, "SGD")
-    kind = kind_of(optimizer)
+    kind, family = kind_of(optimizer), family_of(optimizer)
     config, why = fitted(
         config,
         compressor.deferred,
         kind,
         lambda: _why_left(optimizer),
-        normalises=normalises if is_known else None,
+        ratio=family.ratio,
+        is_linear=family is LINEAR,
     )
     check_not_twice(optimizer, config)
     if not compresses(process_set):
         return Fitted(compressor, config)
     if why is None:
-        note_adapted(kind)
+        warnings = note_adapted(kind, is_known=family is not UNKNOWN)
+        if not _momentum_of(optimizer):
+            return Fitted(compressor, config, Updates(tracker.OWN, family=family), warnings)
         rule = tracker.ADAM if normalises else tracker.SGD
         beta2 = _number(_present(optimizer, "beta_2")) if normalises else None
         return Fitted(compressor, config, updates=Updates(rule, beta2 or 0.0))
@@ -85,12 +88,18 @@ def compresses(process_set: Any) -> bool:
 
 def _why_left(optimizer: Any) -> str:
     """Reason why momentum="auto" leaves this optimizer as it is; empty: there is none."""
-    setting = _setting_of(optimizer)
+    if hasattr(optimizer, "_inner_optimizers"):
+        return "it hands gradients on to other optimizers"
+    if _is_a(optimizer, "ScheduleFreeAdamW"):
+        return "it keeps weights beside the model's, which would not be corrected"
+    setting, is_linear = _setting_of(optimizer), family_of(optimizer) is LINEAR
     if setting is None:
-        return f"it is none of {KNOWN}"
-    own = _number(_present(optimizer, setting))
+        return f"it is none of {KNOWN}" if is_linear else ""
+    own = _momentum_of(optimizer)
+    if own is None:
+        return "it changes by itself"
     if not own:
-        return "it changes by itself" if own is None else HAS_NONE
+        return HAS_NONE if is_linear else ""
     if setting == "beta_1" and _number(_present(optimizer, "beta_2")) is None:
         return "its beta_2 changes by itself"
     return ""
@@ -161,6 +170,12 @@ def _setting_of(optimizer: Any) -> str | None:
     """
     cls = type(optimizer)
     return SETTINGS.get(cls.__name__) if _is_kerass(cls) else None
+
+
+def _momentum_of(optimizer: Any) -> float | None:
+    """Momentum of Keras' own SGD, Adam or AdamW; None: another optimizer, or it changes."""
+    setting = _setting_of(optimizer)
+    return None if setting is None else _number(_present(optimizer, setting))
 
 
 def _is_adam(optimizer: Any) -> bool:

@@ -35,7 +35,15 @@ from horovod_topk.tensorflow.traced_schedule import TracedSchedule
 from horovod_topk.tensorflow.variables import StateVariables, Stores, VariablePiece, apart
 from horovod_topk.updates import formulas
 from horovod_topk.updates.tensorflow import Codes, UpdateInputs
-from horovod_topk.updates.tracker import ARRIVALS, DAMPING, Moments, Rule, Tracker, selecting
+from horovod_topk.updates.tracker import (
+    ARRIVALS,
+    DAMPING,
+    SQUARES,
+    Moments,
+    Rule,
+    Tracker,
+    selecting,
+)
 
 log = logging.getLogger("horovod_topk")
 
@@ -290,7 +298,9 @@ class VariableState(State[Array]):
         joint = tf.concat([tf.cast(variable, tf.float64) for variable in every], 0)
         places = [first[id(each.variable)] + each.start for each in pieces]
         both = [[place, place + 1] for place in places]
-        return UpdateInputs(codes, tf.gather(joint, both), None, does)
+        kept = METHOD_STATE + SQUARES
+        squares = [self._piece(kept, name) for name in names] if kept in self.parts else []
+        return UpdateInputs(codes, tf.gather(joint, both), None, does, squares)
 
     @property
     def _normalises(self) -> bool:

@@ -1,7 +1,8 @@
-"""Updates that take the place of those of Keras' SGD, Adam and AdamW: `updates.tensorflow`.
+"""Updates of Keras' optimizers on compressed gradients.
 
-They do what `update_step` and its like do. What Keras does around these stays: clipping, weight
-decay, averages of weights, loss scales and accumulation.
+Those of SGD, Adam and AdamW take the place of `update_step` and its like (`updates.tensorflow`).
+Other optimizers make their own step, which is corrected (`tensorflow.own_steps`). What Keras does
+around these stays: clipping, weight decay, averages of weights, loss scales and accumulation.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from horovod_topk.core.run.optimizers import kind_of, warn_of_unknown
 from horovod_topk.tensorflow.adafactor import Floored
 from horovod_topk.tensorflow.gradients import is_sparse
 from horovod_topk.tensorflow.learning_rates import rate_of
+from horovod_topk.tensorflow.own_steps import OwnStep
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
+from horovod_topk.updates import tracker
+from horovod_topk.updates.formulas import UNKNOWN, Family
 from horovod_topk.updates.tensorflow import StepNumbers, update, wide
 from horovod_topk.updates.tracker import Rule
 
@@ -27,10 +31,11 @@ Pairs = Sequence[tuple[Any, Any]]  # gradients and their variables
 
 @dataclass
 class Updates:
-    """Updates of one SGD, Adam or AdamW of Keras 3 or tf-keras, legacy or not."""
+    """Updates of one optimizer of Keras 3 or tf-keras, legacy or not."""
 
     rule: Rule
     beta2: float = 0.0  # Adam's
+    family: Family = UNKNOWN  # of an optimizer with a step of its own
     is_on: bool = field(default=True, compare=False)  # False: variables are too narrow for it
     _states: weakref.WeakValueDictionary[int, OptimizerState] = field(
         default_factory=weakref.WeakValueDictionary, compare=False, repr=False
@@ -56,24 +61,26 @@ class Updates:
             self._states[id(unwrap(variable))] = state
 
     def moments(self, optimizer: Any, variables: Iterable[Any]) -> tuple[float, list[Any]]:
-        """Return Adam's beta 2 and mean square of each variable, or None; SGD has no squares."""
+        """Return Adam's beta 2 and mean square of each variable, or None; others have none."""
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        if not (self.is_on and self.rule.normalises):
+        if not self.is_on or self.rule != tracker.ADAM:
             return 0.0, []
         return self.beta2, [_square_of(optimizer, variable) for variable in variables]
 
     def apply(self, optimizer: Any, pairs: Pairs) -> list[tuple[Any, Any]]:
-        """Update the variables whose exchange is followed.
+        """Update the variables whose exchange is followed, by the rule of SGD or Adam.
 
         Returns:
             The pairs of other variables, which the optimizer updates by itself.
         """
+        if self.rule.is_own:
+            return list(pairs)
         found: dict[tuple[OptimizerState, Any], list[tuple[Any, Any]]] = {}
         rest = list[tuple[Any, Any]]()
         for gradient, variable in pairs:
             inner = unwrap(variable)
-            state = self._states.get(id(inner))
-            if state is None or is_sparse(gradient) or not state.is_adapted(inner):
+            state = self._state_of(gradient, inner)
+            if state is None:
                 rest.append((gradient, variable))
             else:
                 pair = tf.cast(gradient, inner.dtype), variable
@@ -86,6 +93,33 @@ class Updates:
             gradients, known = [gradient for gradient, _ in own], state.update_inputs(variables)
             update(gradients, variables, slots, numbers, known)
         return rest
+
+    def around(
+        self, optimizer: Any, gradient: Any, variable: Any, step: Callable[[Any], Any]
+    ) -> Any:
+        """Have an optimizer make its own step for one variable, and correct what it has changed.
+
+        step: makes it with a gradient.
+        """
+        inner = unwrap(variable)
+        state = self._state_of(gradient, inner) if self.rule.is_own else None
+        if state is None:
+            return step(gradient)
+        gradient = tf.cast(gradient, inner.dtype)
+        own = OwnStep(gradient, inner, state.update_inputs([inner]), self.family)
+        if self.family.has_mean and (mean := _mean_of(optimizer, variable)) is not None:
+            beta1 = wide(_number(optimizer, "beta_1"))
+            own.move(mean, 1.0 - beta1 ** wide(tf.convert_to_tensor(optimizer.iterations)))
+        result = step(gradient)
+        own.correct(rate_of(optimizer))
+        return result
+
+    def _state_of(self, gradient: Any, variable: Any) -> OptimizerState | None:
+        """The state of a variable's exchange; None: the optimizer updates it by itself."""
+        state = self._states.get(id(variable))
+        if state is None or is_sparse(gradient) or not state.is_adapted(variable):
+            return None
+        return state
 
 
 class _Adapted:
@@ -101,16 +135,23 @@ class _Adapted:
         if rest:
             base._backend_update_step(*map(list, zip(*rest, strict=True)), learning_rate)
 
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> Any:
+        """As the base class; see `Updates.around`."""
+        base: Any = super()
+        return self._topkef_updates.around(
+            self, gradient, variable, lambda each: base.update_step(each, variable, learning_rate)
+        )
+
 
 def own_class(optimizer: Any, updates: Updates | None) -> Any:
     """The class of a Keras 3 optimizer, or a subclass whose updates fit compressed gradients."""
     base = type(optimizer)
     members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+    is_adafactor = any(each.__name__ == "Adafactor" for each in base.__mro__)
+    bases = (Floored, base) if is_adafactor else (base,)
     if updates is not None:
-        return type(base.__name__, (_Adapted, base), members | {"_topkef_updates": updates})
-    if any(each.__name__ == "Adafactor" for each in base.__mro__):
-        return type(base.__name__, (Floored, base), members)
-    return base
+        return type(base.__name__, (_Adapted, *bases), members | {"_topkef_updates": updates})
+    return type(base.__name__, bases, members) if is_adafactor else base
 
 
 def is_keras_3(optimizer: Any) -> bool:
@@ -138,7 +179,9 @@ def update_tf_keras(optimizer: Any, updates: Updates) -> None:
         def unless_done(gradient: Any, variable: Any, *rest: Any, **more: Any) -> Any:
             if id(variable) in done:
                 return tf.no_op()
-            return step(gradient, variable, *rest, **more)
+            return updates.around(
+                optimizer, gradient, variable, lambda each: step(each, variable, *rest, **more)
+            )
 
         return unless_done
 
@@ -165,11 +208,26 @@ def slots_of(optimizer: Any, variable: Any) -> list[Any]:
         return [optimizer.get_slot(variable, kind) for kind in kinds]
     kinds = ["_momentums", "_velocities", "_velocity_hats"][: 2 + amsgrad]
     lists = [optimizer.momentums] if sgd else [getattr(optimizer, kind) for kind in kinds]
-    if hasattr(optimizer, "_index_dict"):  # tf-keras
-        at = optimizer._index_dict[optimizer._var_key(variable)]
-    else:
-        at = optimizer._get_variable_index(variable)
+    at = _index_of(optimizer, variable)
     return [slots[at] for slots in lists]
+
+
+def _index_of(optimizer: Any, variable: Any) -> int:
+    """Position of a variable's slots in the lists of an optimizer that is not legacy."""
+    if hasattr(optimizer, "_index_dict"):  # tf-keras
+        return optimizer._index_dict[optimizer._var_key(variable)]  # type: ignore[no-any-return]
+    return optimizer._get_variable_index(variable)  # type: ignore[no-any-return]
+
+
+def _mean_of(optimizer: Any, variable: Any) -> Any:
+    """The tf.Variable of an optimizer's mean of gradients for a variable; None: none is known."""
+    if is_sgd(optimizer):  # without beta_1
+        return None
+    if is_legacy(optimizer):
+        has = "m" in optimizer.get_slot_names()
+        return optimizer.get_slot(variable, "m") if has else None
+    means = getattr(optimizer, "_momentums", None) or getattr(optimizer, "_m", None)
+    return unwrap(means[_index_of(optimizer, variable)]) if means else None
 
 
 def _square_of(optimizer: Any, variable: Any) -> Any:

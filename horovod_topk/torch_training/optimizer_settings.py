@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from horovod_topk.core.run.optimizers import (
     HAS_NONE,
@@ -36,6 +36,7 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training.tracing import untraced
 from horovod_topk.updates import tracker
+from horovod_topk.updates.formulas import LINEAR, UNKNOWN, family_of
 from horovod_topk.updates.tracker import Rule
 
 log = logging.getLogger("horovod_topk")
@@ -224,36 +225,55 @@ def fit_settings(
     Raises:
         ConfigError: momentum would be applied twice, or weights would become NaN.
     """
-    config, rule, why_left = fit_momentum(optimizer, config, deferred)
+    config, rule, warnings = fit_momentum(optimizer, config, deferred)
     config = guarded(config, deferred)
     if "follow_lr" in deferred:
         why = why_rate_unknown(optimizer)
         config = replace(config, follow_lr=not why)
         if why:
             log.info("TopKEF does not follow learning rates: %s", why)
-    has_beta1 = any(_now(group) for group in optimizer.param_groups if "betas" in group)
-    normalises = isinstance(optimizer, (Adam, AdamW)) and has_beta1
-    given = kind_of(optimizer), config, why_left
-    return config, rule, () if rule else advise(*given, normalises=normalises)
+    return config, rule, warnings
 
 
 def fit_momentum(
     optimizer: Any, config: Method, deferred: Mapping[str, str]
-) -> tuple[Method, Rule | None, str]:
-    """Fit the momentum setting to the optimizer, and return why "auto" did not adapt it, if so."""
+) -> tuple[Method, Rule | None, tuple[str, ...]]:
+    """Fit the momentum setting to the optimizer, and return the rule of its steps, and warnings."""
     _check_eps(optimizer, config)
-    is_adam, kind = isinstance(optimizer, (Adam, AdamW)), kind_of(optimizer)
-    normalises = is_adam if is_adam or isinstance(optimizer, SGD) else None
+    kind, family = kind_of(optimizer), family_of(optimizer)
     if "momentum" in deferred:
         give_back(optimizer)
     config, why = fitted(
-        config, deferred, kind, lambda: _why_left(optimizer), normalises=normalises
+        config,
+        deferred,
+        kind,
+        lambda: _why_left(optimizer),
+        ratio=family.ratio,
+        is_linear=family is LINEAR,
     )
     check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
-    if why is not None:
-        return config, None, why
-    note_adapted(kind)
-    return config, tracker.ADAM if is_adam else tracker.SGD, ""
+    if why is None:
+        return config, _rule_of(optimizer), note_adapted(kind, is_known=family is not UNKNOWN)
+    has_beta1 = any(_now(group) for group in optimizer.param_groups if "betas" in group)
+    normalises = isinstance(optimizer, (Adam, AdamW)) and has_beta1
+    return config, None, advise(kind, config, why, normalises=normalises)
+
+
+def _rule_of(optimizer: Any) -> Rule:
+    """The rule by which an optimizer's steps are adapted."""
+    if not _is_known(optimizer):
+        return tracker.OWN
+    return tracker.SGD if isinstance(optimizer, SGD) else tracker.ADAM
+
+
+def _is_known(optimizer: Any) -> bool:
+    """Whether it is an SGD, Adam or AdamW with momentum, whose update is written here."""
+    return (
+        isinstance(optimizer, (SGD, Adam, AdamW))
+        and _steps_as_known(optimizer)
+        and all(map(_has_numbers, optimizer.param_groups))
+        and any(map(_now, optimizer.param_groups))
+    )
 
 
 def _check_eps(optimizer: Any, config: Method) -> None:
@@ -277,26 +297,23 @@ def _why_left(optimizer: Any) -> str:
     if len(inner := list(_inside(optimizer, "optimizer"))) > 1:
         return f"it steps others. Attach these instead, attach(model, [{', '.join(inner)}])"
     groups = optimizer.param_groups
-    if not isinstance(optimizer, (SGD, Adam, AdamW)):
-        return f"it is none of {KNOWN}"
-    if not _steps_as_known(optimizer):
-        return f"its step() is not that of {KNOWN}"
     if any(group.get("differentiable") for group in groups):
         return "it is differentiable"
+    if hasattr(optimizer, "second_step") or isinstance(optimizer, LBFGS):
+        return "its steps are not of one gradient"
+    if hasattr(optimizer, "exchange_settings"):  # `OneBitAdam`
+        return "it exchanges its momentum"
+    if family_of(optimizer) is not LINEAR:
+        return ""
+    if not isinstance(optimizer, SGD) or not any(map(momentum_of, groups)):
+        return HAS_NONE
+    if not _steps_as_known(optimizer):
+        return f"its step() is not that of {KNOWN}"
     if not all(map(_has_numbers, groups)):
-        keys = [key for key in ("betas", "momentum", "dampening") if key in groups[0]]
+        keys = [key for key in ("momentum", "dampening") if key in groups[0]]
         shown = ", ".join(f"{key}={groups[0][key]}" for key in keys)
         return f"its parameter groups have {shown}"
-    if any(group.get("dampening") for group in groups):
-        return "it is dampened"
-    if not any(map(_now, groups)):
-        return HAS_NONE
-    wide = torch.float32, torch.float64
-    parameters = (p for group in groups for p in group["params"] if p.requires_grad)
-    narrow = {str(p.dtype) for p in parameters if p.dtype not in wide}
-    if narrow:
-        return f"gradients are {', '.join(sorted(narrow))}"
-    return ""
+    return "it is dampened" if any(group.get("dampening") for group in groups) else ""
 
 
 def _steps_as_known(optimizer: Any) -> bool:

@@ -40,9 +40,10 @@ from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training import optimizer_settings as settings
 from horovod_topk.torch_training.gradients import Buckets, plan_of
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
+from horovod_topk.torch_training.own_steps import updates_of
 from horovod_topk.torch_training.preprocessing import Preprocessing, check_scaler, clip_alone
 from horovod_topk.torch_training.steps import Hooks, check_evaluates_once
-from horovod_topk.torch_training.updates import Updates, moments
+from horovod_topk.torch_training.updates import moments
 from horovod_topk.updates.tracker import Rule, Tracker
 
 log = logging.getLogger("horovod_topk")
@@ -150,7 +151,7 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         names = {p: names[p] for p in parameters if p in names}
         own = _compressor_of(optimizer, names, plan, rule, name, collective)
-        updates = None if rule is None else Updates(names, own)
+        updates = None if rule is None else updates_of(rule, optimizer, names, own)
         of_hooks = optimizer, own, Buckets(names, plan), preprocessing, updates
         hooks = type(self).hooks(*of_hooks, has_scaler=scaler is not None)
         hooks.name, hooks.warnings = name, [*warnings]

@@ -23,6 +23,7 @@ from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.torch_training import optimizer_settings as settings
 from horovod_topk.torch_training.gradients import Buckets, Use
+from horovod_topk.torch_training.own_steps import OwnSteps
 from horovod_topk.torch_training.preprocessing import Preprocessing, UnknownScaler
 from horovod_topk.torch_training.tracing import untraced
 from horovod_topk.torch_training.updates import Updates, applies_nothing
@@ -59,7 +60,7 @@ class Hooks(abc.ABC):
         compressor: StepRunner[Tensor],
         buckets: Buckets,
         preprocessing: Preprocessing | None,
-        updates: Updates | None,
+        updates: Updates | OwnSteps | None,
         *,
         has_scaler: bool = False,
     ) -> None:

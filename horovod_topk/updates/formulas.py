@@ -1,4 +1,4 @@
-"""The updates of SGD, Adam and AdamW on compressed gradients, as formulas.
+"""The updates of optimizers on compressed gradients, as formulas.
 
 An element that is sent once in a hundred steps arrives as the sum of a hundred gradients. Momentum
 would spread this large value over the next ten steps, and so delay it once more. So ranks exchange
@@ -32,9 +32,9 @@ gradients, and steps are too small. So gradients in the first moment are multipl
 
 An element that waits for T steps, or first arrives in step T, has a G of up to sqrt(T) times
 sqrt(v). Dense Adam takes ten steps for what its weight then moves in one or two. So no weight moves
-by more than a fifth of its tensor's rms in a step, or by lr if that is more. In the first 1 / (1 -
-beta1)^2 steps no weight moves by more than lr: until then dense Adam, too, moves by at most lr a
-weight whose gradient first arrives.
+by more than a fifth of its tensor's rms in a step, or by lr if that is more. This fifth grows to
+its full size over the first 1 / (1 - beta1)^2 steps: until then dense Adam, too, moves by at most
+lr a weight whose gradient first arrives.
 
 Which elements a rank sends depends on v, too: those with the largest |e + g| v^(-1/4), with e its
 residual. By magnitude alone small gradients, whose weights move as far, would wait for long, and by
@@ -52,6 +52,26 @@ their gradients. Where tensors have owners, D also has what an owner's own error
 away, one step later. E and D fade as fast as v, so that c estimates the root of v, divided by the
 root that it would have with dense gradients. In a large tensor energies, norms and rms are those of
 a sample: evenly spaced blocks, at most 32,768 elements and at least a third of that.
+
+**Other optimizers** make their own step with the exchanged gradients, and what it changes, d = p' -
+p, is corrected when it has ended. `FAMILIES` differ in what they do with a gradient.
+
+A mean of gradients, as Adam's m, is a momentum: an element that arrives rarely would wait for it
+once more. Before the step m moves towards G, so that the step's own m' = beta1 m + (1 - beta1) G is
+that of Adam's rule above but for c. A root of squares, of any kind, misses the energy that error
+feedback takes away, as Adam's v does: d is multiplied by c. The largest magnitude of the last
+gradients is that of a sum of 1 / phi of them, which is phi^(-1/2) times too large if they are
+independent: d is divided by phi^(1/2). A sign has no size that could be corrected: until the next
+arrival its element moves by lr a step, however old the gradient is. A matrix that mixes elements
+has, beside the gradient, the noise of which elements arrived, and a wait of 1 / phi steps outlasts
+the mean that could remove it. So signs and matrices need elements that arrive often, and have a
+larger `ratio` by default. So do optimizers whose mean of gradients has a scale of its own,
+or is kept in few bits, so that it cannot be moved.
+
+All select as Adam does, by a mean square that is kept for them. No weight moves further in a step
+than by lr or a fifth of its tensor's rms, unless the optimizer is not known: where its step is
+linear, a limit would lose gradients. An element that always arrives has the optimizer's
+own step.
 """
 
 from __future__ import annotations
@@ -73,6 +93,8 @@ UNLIMITED = 2.0  # Adam's first m is half of this limit
 CUT = 0.5  # SGD: what an element that always arrives loses at the largest learning rate
 SPIKE = 1.5  # SGD: largest norm of a tensor's gradient, divided by the mean of earlier ones
 NORM_RATE = 0.05  # weight of the present step in n
+BETA2 = 0.99  # of the mean square that is kept for optimizers with a step of their own
+RAREST = 0.01  # smaller phi stretch a change as this one
 
 
 class Verbs(Protocol):
@@ -198,7 +220,7 @@ class Adam:
     scale: float  # 1 / sqrt(z_t)
     eps: float
     most: float  # s_t / sqrt(z_t)
-    reach: float  # 1 / (5 lr); 0 in the first steps
+    reach: float  # min(1, t (1 - beta1)^2) / (5 lr)
 
 
 def adam_of(
@@ -222,8 +244,8 @@ def adam_of(
     (beta1, beta2), (coupled, decoupled), where = betas, decays, verbs.where
     now, root, is_first = 1.0 - beta1**step, verbs.root(1.0 - beta2**step), step < 1.5
     again = now / where(is_first, 1.0, 1.0 - beta1 ** (step - 1.0))
-    is_young = (1.0 - beta1) ** 2 * step <= 1.0
-    reach = FARTHEST / where(rate > SLOWEST, rate, SLOWEST)
+    grown = (1.0 - beta1) ** 2 * step
+    reach = where(grown < 1.0, grown, 1.0) * FARTHEST / where(rate > SLOWEST, rate, SLOWEST)
     return Adam(
         beta1=where(is_first, 0.0, beta1),
         beta2=beta2,
@@ -235,12 +257,12 @@ def adam_of(
         scale=1.0 / root,
         eps=eps,
         most=where(is_first, UNLIMITED * now / root, now / root),
-        reach=where(is_young, 0.0, reach),
+        reach=reach,
     )
 
 
 def far(rms: Any, of: Adam, verbs: Verbs) -> Any:
-    """far = max(1, rms / 5 / lr); 1 in the first 1 / (1 - beta1)^2 steps."""
+    """far = max(1, min(1, t (1 - beta1)^2) rms / 5 / lr)."""
     reach = rms * of.reach
     reach = verbs.where(reach < 1.0, rms * 0.0 + 1.0, reach)
     return verbs.where(reach < FREE, reach, rms * 0.0 + FREE)
@@ -309,3 +331,77 @@ def energy_after(energy: Any, now: Any, fading: Any) -> Any:
 def factor_of(share: Any) -> Any:
     """c^2 = 1 - 0.99 D" / (E' + D"), so that c = sqrt(E' / (E' + D")) nears 0.1."""
     return share * (LEAST**2 - 1.0) + 1.0
+
+
+# Optimizers with a step of their own.
+
+
+@dataclass(frozen=True)
+class Family:
+    """Optimizers whose own step uses a gradient that arrives late in the same way."""
+
+    uses: str  # what a step does with the gradient
+    stems: tuple[str, ...]  # parts of the names of their classes, in lower case
+    is_damped: bool = False  # c multiplies what a step changes
+    is_stretched: bool = False  # phi^(-1/2) multiplies what a step changes
+    has_mean: bool = False  # a state, such as `exp_avg`, is a mean of gradients: Adam's m
+    ratio: float | None = None  # the default for them; None: that of the compressor
+    is_limited: bool = True  # the size of a step does not follow that of the gradient
+
+
+LINEAR = Family("is linear in the gradient", ("sgd", "asgd"))
+SIGN = Family("takes the sign", ("lion", "signsgd", "signum", "tiger", "rprop"), ratio=0.1)
+MATRIX = Family(
+    "divides by roots of matrices", ("muon", "dion", "shampoo", "soap", "kron"), ratio=0.25
+)
+SCALED = Family("scales the mean by an estimate", ("dadapt", "prodigy", "adopt"), True, ratio=0.1)
+TRUST = Family("sets a tensor's step by its weights", ("lamb", "lars"), True, has_mean=True)
+LARGEST = Family("divides by the largest magnitude", ("adamax",), True, True, has_mean=True)
+COMPACT = Family("keeps its means in few bits", ("8bit", "4bit", "fp8"), True, ratio=0.1)
+FACTORED = Family("divides by factored mean squares", ("adafactor", "came"), is_damped=True)
+MEAN = Family(
+    "divides a mean by a root of squares",
+    ("adam", "adan", "adab", "yogi"),
+    True,
+    has_mean=True,
+)
+SQUARES = Family("divides by a root of squares", ("ada", "rmsprop", "ftrl"), is_damped=True)
+UNKNOWN = Family("is not known", (), is_limited=False)  # it may be linear
+FAMILIES = SIGN, MATRIX, SCALED, TRUST, LARGEST, COMPACT, FACTORED, MEAN, SQUARES, LINEAR
+
+
+def family_of(optimizer: object) -> Family:
+    """The first family with a stem in the name of an optimizer's class, or of a base class."""
+    for kind in type(optimizer).__mro__:
+        for family in FAMILIES:
+            if any(stem in kind.__name__.lower() for stem in family.stems):
+                return family
+    return UNKNOWN
+
+
+def own_square(square: Any, g: Any) -> Any:
+    """v' = beta2 v + (1 - beta2) G^2."""
+    return square * BETA2 + g * g * (1.0 - BETA2)
+
+
+def own_mean(mean: Any, g: Any, share: Any, began: float) -> Any:
+    """m = w m + (1 - w) s_(t-1) G, w = phi'^(1/2), before m' = beta1 m + (1 - beta1) G."""
+    w = share * share
+    return w * mean + (1.0 - w) * began * g
+
+
+def own_change(change: Any, factor: Any, share: Any, of: Family, verbs: Verbs) -> Any:
+    """d' = c d; where d divides by a largest magnitude, d' = c d / max(phi', 1/100)^(1/2)."""
+    if of.is_damped:
+        change = change * factor
+    if of.is_stretched:
+        root, least = share * share, math.sqrt(RAREST)
+        change = change / verbs.where(root > least, root, root * 0.0 + least)
+    return change
+
+
+def own_limited(change: Any, farthest: Any, share: Any, verbs: Verbs) -> Any:
+    """|d'| <= max(lr, rms / 5), where phi' < 1."""
+    limited = verbs.where(change > farthest, farthest, change)
+    limited = verbs.where(limited < -farthest, -farthest, limited)
+    return verbs.where(share < 1.0, limited, change)

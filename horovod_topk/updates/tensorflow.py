@@ -40,7 +40,7 @@ class StepNumbers:
     @classmethod
     def of_adam(cls, betas: tuple[Any, Any], step: Any, rate: Any, eps: float) -> StepNumbers:
         """Numbers of Keras' Adam in step t; all but eps are [] float64."""
-        of = formulas.adam_of(betas, step, rate, (0.0, 0.0), eps, _VERBS)
+        of = formulas.adam_of(betas, step, rate, (0.0, 0.0), eps, VERBS)
         return cls(1.0, replace(of, eps=of.eps * of.scale))
 
     @property
@@ -89,6 +89,7 @@ class UpdateInputs:
     damping: Any  # Adam's c of both classes, [n, 2]; None: with SGD
     cuts: Any  # SGD's loss of elements that always arrive, [n] float64; None: with Adam
     does: Any  # one of `Codes`, [] int32
+    squares: Sequence[VariableStretch] = ()  # v of an optimizer with a step of its own, written too
 
     def at(self, position: int) -> UpdateInputs:
         """The same for one of the tensors."""
@@ -127,7 +128,7 @@ def update(
     written = [variables, moments, arrays]
     after = operations.topkef_update(
         gradients,
-        *([_value(each) for each in some] for some in written),
+        *([value_of(each) for each in some] for some in written),
         numbers=numbers.stacked,
         losses=tf.zeros([0], tf.float64) if known.cuts is None else known.cuts,
         factors=tf.cast(damping, dtype),
@@ -157,7 +158,7 @@ def _update_one(
     nesterov = isinstance(numbers.of, Sgd) and numbers.of.nesterov
     own = known.cuts if known.damping is None else known.damping
     function = _traced(tuple(variable.shape), variable.dtype, len(slots), nesterov)
-    before = [*map(_value, written), codes.value()]
+    before = [*map(value_of, written), codes.value()]
     *after, arrivals = function(gradient, before, numbers.stacked, own, known.does)
     for each, value in zip(written, after, strict=True):
         each.assign(value, read_value=False)
@@ -191,34 +192,39 @@ def _after(
     if len(moments) == 1:  # of dense steps, where nothing has ever arrived
         is_dense = tf.reduce_all(tf.equal(codes, 0)) & tf.reduce_any(tf.not_equal(moments[0], 0))
         codes = tf.where(is_dense, tf.constant(coding.ALWAYS, tf.uint8), codes)
-    filled = tf.fill(codes.shape, tf.constant(coding.ALWAYS, tf.uint8))
-    codes = tf.where(tf.equal(does, Codes.FILL), filled, codes)
-    table, position = tf.constant(formulas.AFTER, tf.uint8), tf.cast(codes, tf.int32)
-    arrives = tf.reshape(tf.not_equal(gradient, 0), [-1])
-    later = tf.where(arrives, tf.gather(table[1], position), tf.gather(table[0], position))
+    codes, later = codes_around(codes, gradient, does)
     share = tf.reshape(formulas.share(tf.cast(later, weight.dtype)), weight.shape)
     if len(moments) == 1:
         of_sgd = Sgd(each[0], each[1], each[2], nesterov, tf.cast(own[0], weight.dtype))
         after: Sequence[Any] = formulas.sgd(weight, moments[0], gradient * gain, share, of_sgd)
     else:
-        often = tf.reshape(formulas.arrives_often(position), weight.shape)
+        often = tf.reshape(formulas.arrives_often(codes), weight.shape)
         damping = tf.cast(own[0], weight.dtype)
-        factor, rms = tf.where(often, damping[0], damping[1]), _rms(weight)
+        factor, rms = tf.where(often, damping[0], damping[1]), rms_of(weight)
         kept, of = (moments[0], moments[1], moments[2] if moments[2:] else None), Adam(*each)
         factor = tf.where(tf.equal(of.beta1, 0), tf.ones_like(factor), factor)
-        after = formulas.adam(weight, kept, gradient, share, factor, rms, of, _VERBS)
+        after = formulas.adam(weight, kept, gradient, share, factor, rms, of, VERBS)
     does_follow = tf.equal(does, Codes.FOLLOW)
     return [*after[: 1 + len(moments)], tf.where(does_follow, later, codes)]
 
 
-def _rms(weight: Any) -> Any:
+def codes_around(codes: Any, gradient: Any, does: Any) -> tuple[Any, Any]:
+    """Codes before and after a step, as if it was committed; does: one of `Codes`, [] int32."""
+    filled = tf.fill(codes.shape, tf.constant(coding.ALWAYS, tf.uint8))
+    codes = tf.where(tf.equal(does, Codes.FILL), filled, codes)
+    table, position = tf.constant(formulas.AFTER, tf.uint8), tf.cast(codes, tf.int32)
+    arrives = tf.reshape(tf.not_equal(gradient, 0), [-1])
+    return codes, tf.where(arrives, tf.gather(table[1], position), tf.gather(table[0], position))
+
+
+def rms_of(weight: Any) -> Any:
     """Root mean square of a sample of a variable's elements."""
     sample = whole_sample(weight.shape.num_elements())
     sums = TensorFlowOps().energies_of([Buffer(weight)], None, (sample.whole,), weight.dtype.name)
     return tf.sqrt(sums.value[0] / sample.size)
 
 
-def _value(variable: Any) -> Any:
+def value_of(variable: Any) -> Any:
     """A variable's value, without a cast by an automatic mixed precision."""
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
@@ -244,4 +250,4 @@ class _Verbs:
     where: Any = staticmethod(_where)
 
 
-_VERBS = _Verbs()
+VERBS = _Verbs()

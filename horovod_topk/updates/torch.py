@@ -41,7 +41,8 @@ class Update:
 def update(updates: Sequence[Update]) -> None:
     """Update tensors of one optimizer, and how often their elements arrive."""
     if isinstance(updates[0].numbers, Adam):
-        _measure_weights(updates)
+        for each, rms in zip(updates, measure_weights([u.weight for u in updates]), strict=True):
+            each.rms = rms
     library, rest = native.find().library, list[Update]()
     fit: dict[int, list[Update]] = {}
     for each in updates:
@@ -53,7 +54,7 @@ def update(updates: Sequence[Update]) -> None:
         library.topkef_update_all(records, None, len(some), size, torch.get_num_threads())
     for ours, some in lists.by_kernels(rest, _tensors):
         if ours is not None:
-            later = _codes_after(some[0].codes.device)
+            later = codes_after(some[0].codes.device)
             arrays = [*map(_tensors, some)], [*map(_others, some)]
             ours.update(*arrays, [*map(_numbers, some)], later)
             continue
@@ -71,52 +72,61 @@ class _Verbs:
         return torch.where(condition, one, other)
 
 
+VERBS = _Verbs()
+
+
 def update_by_torch(each: Update) -> None:
-    """Update one tensor by PyTorch's operations: with the bits of kernels on a CPU."""
+    """Update one tensor by PyTorch's operations: with the bits of kernels on a CPU.
+
+    Arrays of 16-bit floats are computed with in float32.
+    """
     numbers, shape = each.numbers, each.weight.shape
-    after = _codes_after(each.codes.device)
+    wide = torch.promote_types(each.weight.dtype, torch.float32)
+    after = codes_after(each.codes.device)
     arrives, before = each.gradient.reshape(-1).ne(0), each.codes.long()
     codes = torch.where(arrives, after[1][before], after[0][before])
-    share = formulas.share(codes.to(each.weight.dtype)).view(shape)
-    g = -each.gradient if each.maximize else each.gradient
+    share = formulas.share(codes.to(wide)).view(shape)
+    own, g, *moments = (a.to(wide) for a in (each.weight, each.gradient, *each.moments))
+    g = -g if each.maximize else g
     if numbers.decay:
-        g = g + each.weight * numbers.decay
+        g = g + own * numbers.decay
     if isinstance(numbers, Sgd):
-        (buffer,) = each.moments
-        weight, after_step = formulas.sgd(each.weight, buffer, g, share, numbers)
-        buffer.copy_(after_step)
+        (buffer,) = moments
+        weight, after_step = formulas.sgd(own, buffer, g, share, numbers)
+        each.moments[0].copy_(after_step)
     else:
         assert each.damping is not None
-        moment, square, *largest = each.moments
+        moment, square, *largest = moments
         kept = moment, square, largest[0] if largest else None
         often = formulas.arrives_often(before).view(shape)
         factor = torch.where(often, *each.damping) if numbers.beta1 else 1.0
         now = share, factor, each.rms
-        weight, *new = formulas.adam(each.weight, kept, g, *now, numbers, _Verbs())
-        for moment, value in zip(each.moments, new, strict=False):
-            moment.copy_(value)
+        weight, *new = formulas.adam(own, kept, g, *now, numbers, VERBS)
+        for memory, value in zip(each.moments, new, strict=False):
+            memory.copy_(value)
     each.weight.copy_(weight)
     each.codes.copy_(codes)
 
 
-def _measure_weights(updates: Sequence[Update]) -> None:
-    """Set the root mean square of each weight, of a sample of its elements."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Update]] = {}
-    for each in updates:
-        alike.setdefault((each.weight.device, each.weight.dtype), []).append(each)
-    for (device, dtype), some in alike.items():
-        weights = [each.weight for each in some]
-        samples = [whole_sample(each.weight.numel()) for each in some]
-        places = tuple(sample.whole for sample in samples)
-        ours = triton.for_lists(device.type)
-        if ours is not None and ours.suit(weights):
-            roots = ours.rms(weights, places)
+def measure_weights(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Root mean squares of weights, [] each, of samples of their elements."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for at, weight in enumerate(weights):
+        alike.setdefault((weight.device, weight.dtype), []).append(at)
+    found = dict[int, Tensor]()
+    for (device, dtype), places in alike.items():
+        some = [weights[at] for at in places]
+        samples = [whole_sample(weight.numel()) for weight in some]
+        picks, ours = tuple(sample.whole for sample in samples), triton.for_lists(device.type)
+        if ours is not None and ours.suit(some):
+            roots = ours.rms(some, picks)
         else:
-            sums = _OPS.energies_of(weights, None, places, str(dtype)[6:])
-            sizes = torch.tensor([each.size for each in samples], dtype=dtype, device=device)
+            wide = torch.promote_types(dtype, torch.float32)
+            sums = _OPS.energies_of(some, None, picks, str(wide)[6:])
+            sizes = torch.tensor([each.size for each in samples], dtype=wide, device=device)
             roots = lists.root(sums / sizes)
-        for each, rms in zip(some, roots, strict=True):
-            each.rms = rms
+        found |= zip(places, roots, strict=True)
+    return [found[at] for at in range(len(weights))]
 
 
 def _fits(each: Update) -> bool:
@@ -172,6 +182,6 @@ def _numbers(each: Update) -> tuple[float, ...]:
 
 
 @functools.cache
-def _codes_after(device: torch.device) -> Tensor:
+def codes_after(device: torch.device) -> Tensor:
     """`formulas.AFTER` on a device."""
     return torch.tensor(formulas.AFTER, dtype=torch.uint8, device=device)

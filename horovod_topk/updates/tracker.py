@@ -1,8 +1,8 @@
 """Follows the exchanges of a bucket for the optimizer's update: `horovod_topk.updates.formulas`.
 
-`Rule` says what is kept and sent. `Tracker` makes the followers of buckets: `Norms` for SGD, and
-`Energies` for Adam and AdamW. How often elements arrive is one of their states, which the update
-writes.
+`Rule` says what is kept and sent. `Tracker` makes the followers of buckets: `SgdFollower` for SGD,
+and `AdamFollower` for all others. How often elements arrive is one of their states, which the
+update writes; so is the mean square of an optimizer with a step of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import LIMIT, shard_numel
 from horovod_topk.ops.protocol import Place
 from horovod_topk.updates import formulas
-from horovod_topk.updates.formulas import LEAST, MOST, NORM_RATE, SPIKE
+from horovod_topk.updates.formulas import BETA2, LEAST, MOST, NORM_RATE, SPIKE
 
 Array = TypeVar("Array")
 
 ARRIVALS, ENERGY, WITHHELD, DAMPING = "arrivals", "energy", "lost", "factors"  # states: q, E, D, c
+SQUARES = "squares"  # v of optimizers with a step of their own
 NORMS = "norms"  # SGD's n; its factors are min(1, 3/2 n / |G|)
 CLASSES = 2  # of elements: those that arrive often, and the others
 SAMPLE = 1 << 15  # elements of a tensor that sums are computed from, at most
@@ -44,14 +45,19 @@ class Moments:
 
 @dataclass(frozen=True)
 class Rule:
-    """`horovod_topk.methods.protocol.UpdateRule` for the update of SGD, or of Adam and AdamW."""
+    """`horovod_topk.methods.protocol.UpdateRule` for the update of an optimizer."""
 
-    name: str  # "sgd" or "adam"
+    name: str  # "sgd", "adam" (and AdamW), or "own": the optimizer's own step
 
     @property
     def normalises(self) -> bool:
-        """Whether the update divides by the root of a mean square."""
-        return self.name == "adam"
+        """Whether energies are followed: the update may divide by the root of a mean square."""
+        return self.name != "sgd"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the optimizer makes its own step, which is corrected afterwards."""
+        return self.name == "own"
 
     def states(self, piece: Piece) -> Mapping[str, StateSpec]:
         """`UpdateRule.states`."""
@@ -65,7 +71,10 @@ class Rule:
             norms = StateSpec(each, **common, in_units=True, range=known)
             return {ARRIVALS: arrivals, NORMS: norms, DAMPING: damping}
         energy, withheld = StateSpec(each, **common, range=known), StateSpec(each, optional=True)
-        return {ARRIVALS: arrivals, ENERGY: energy, DAMPING: damping, WITHHELD: withheld}
+        found = {ARRIVALS: arrivals, ENERGY: energy, DAMPING: damping, WITHHELD: withheld}
+        if self.is_own:
+            found[SQUARES] = StateSpec(piece.numel, **common, in_place=True, range=known)
+        return found
 
     def numbers(self, piece: Piece) -> tuple[str, ...]:
         """`UpdateRule.numbers`: D' of each class."""
@@ -80,7 +89,7 @@ class Rule:
         return ops.cast(code + 0.5, "uint8")
 
 
-SGD, ADAM = Rule("sgd"), Rule("adam")
+SGD, ADAM, OWN = Rule("sgd"), Rule("adam"), Rule("own")
 
 
 class Tracker(Generic[Array]):
@@ -260,28 +269,40 @@ class AdamFollower(_Bucket[Array]):
 
     def begin(self, gradients: Sequence[Array]) -> None:
         """`Follower.begin`: note the gradients, and read Adam's second moments."""
-        self._gradients, moments = gradients, self._moments()
-        known = [moments.get(name, Moments(0.0, None)) for name in self.names]
+        self._gradients, known = gradients, self._known()
         betas = tuple(each.beta2 for each in known)
         if betas != self._betas:  # a scheduler or a checkpoint may have changed them
             self._betas = betas
             each_class = [beta for beta in betas for _ in range(CLASSES)]
             self._fading = self._constant(each_class)
         self._squares = [None] * len(gradients)
-        like = self._ops.device(gradients[0]), self._bucket.residual_dtype
+        device, dtype = self._ops.device(gradients[0]), self._bucket.residual_dtype
         for at, each in zip(self._positions, known, strict=True):
             v = each.square
             if at in self._selecting and v is not None:
                 numel = self._bucket.gradients[at].spec.numel
-                if self._facts(v) == (numel, *like):
-                    self._squares[at] = v
+                if (self._ops.numel(v), self._ops.device(v)) == (numel, device):
+                    same = self._ops.dtype(v) == dtype
+                    self._squares[at] = v if same else self._ops.cast(v, dtype)
+
+    def _known(self) -> list[Moments]:
+        """Mean squares of each tensor before this step: Adam's, or those that are kept."""
+        if kept := self.squares_kept:
+            return [Moments(BETA2, v) for v in kept]
+        moments = self._moments()
+        return [moments.get(name, Moments(0.0, None)) for name in self.names]
+
+    @property
+    def squares_kept(self) -> list[Array]:
+        """The mean squares that are kept, flat: the update reads and writes them."""
+        if SQUARES not in self._states:
+            return []
+        views = self._states[SQUARES].views(self._ops)
+        return [views[at] for at in self._positions]
 
     def squares(self) -> Sequence[Array | None]:
         """`Follower.squares`: Adam's, where some elements are sent and others are not."""
         return self._squares
-
-    def _facts(self, array: Array) -> tuple[int, str, str]:
-        return self._ops.numel(array), self._ops.device(array), self._ops.dtype(array)
 
     def message(self) -> Array:
         """`Follower.message`: D' of each class of each tensor.

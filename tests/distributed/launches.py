@@ -156,7 +156,16 @@ DDP = (
         "grad_scaler",
     ),
     *("groups_ratios", "guard", "hierarchical", "learning_rates", "methods"),
-    *("momentum", "options", "ranks_agree", "several", "steps", "training_loops", "updates"),
+    *(
+        "momentum",
+        "options",
+        "own_steps",
+        "ranks_agree",
+        "several",
+        "steps",
+        "training_loops",
+        "updates",
+    ),
 )
 TENSORFLOW = named("tensorflow", "alone")
 # The files of TensorFlow with laws and exchanges.

@@ -47,7 +47,7 @@ class Exact:
         else:
             b = beta1 * phi**0.5
             mean = b * self.m / (1 - beta1 ** (t - 1)) + (1 - b) * c * g
-            far = 1.0 if (1 - beta1) ** 2 * t <= 1 else max(1.0, rms / 5 / lr)
+            far = max(1.0, min(1.0, (1 - beta1) ** 2 * t) * rms / 5 / lr)
             mean = np.clip(mean, -far * root, far * root)
         self.m = mean * (1 - beta1**t)
         self.largest = np.maximum(self.largest, self.v)

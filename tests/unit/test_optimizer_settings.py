@@ -29,6 +29,7 @@ from horovod_topk.torch_training.optimizer_settings import (
     number_of,
     optimizer_rates,
 )
+from horovod_topk.updates import tracker
 
 NUMBERS: list[Any] = [
     *(0.5, np.float64(0.5), np.float32(0.5), np.array(0.5), np.array([0.5])),
@@ -79,8 +80,9 @@ def test_an_unknown_optimizer_may_have_any_settings(setting: str, value: Any) ->
     """They are fitted, read in each step, and read where nothing is exchanged."""
     optimizer = Own(**{setting: value})
     deferred = {"momentum": AUTO, "follow_lr": AUTO}
-    config, rule, _ = settings.fit_settings(optimizer, TopK(), deferred)
-    assert (config.momentum, rule) == (0.0, None)
+    config, rule, (warning,) = settings.fit_settings(optimizer, TopK(), deferred)
+    assert (config.momentum, rule) == (0.0, tracker.OWN)
+    assert f"does not know how {__name__}.Own uses gradients" in warning
     settings.give_back(optimizer)
     settings.hand_over(optimizer, 0.0, nesterov=False)
     update_rule = setting == "lr" and any(value is each for each in NUMBERS)
@@ -98,9 +100,8 @@ def test_a_subclass_may_have_any_betas(betas: Any) -> None:
 
     optimizer = Adan([nn.Parameter(torch.zeros(2))])
     optimizer.param_groups[0]["betas"] = betas
-    _, rule, (warning,) = settings.fit_settings(optimizer, TopK(), {"momentum": AUTO})
-    assert rule is None
-    assert f"does not adapt the steps of {__name__}.Adan" in warning
+    found = settings.fit_settings(optimizer, TopK(), {"momentum": AUTO})
+    assert found[1:] == (tracker.OWN, ())
 
 
 def test_a_setting_that_may_be_a_momentum_is_not_applied_twice() -> None:

@@ -19,7 +19,8 @@ from horovod_topk.tensorflow import PowerSGD, TopKEF, momentum
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.momentum import Fitted, fitted_to
 from horovod_topk.tensorflow.updates import Updates
-from horovod_topk.updates import tracker
+from horovod_topk.updates import formulas, tracker
+from horovod_topk.updates.formulas import Family
 
 Make = Callable[[], Any]
 SGD, ADAMW = keras.optimizers.SGD, keras.optimizers.AdamW
@@ -121,7 +122,11 @@ def test_clipping_that_does_no_harm_is_not_warned_of(caplog: pytest.LogCaptureFi
 
 LEFT: dict[str, tuple[Make, type[Compressor], str]] = {
     "none": (SGD, TopKEF, "it has none"),
-    "of another kind": (keras.optimizers.Adagrad, TopKEF, "it is none of SGD, Adam or AdamW"),
+    "with weights of its own": (
+        keras.optimizers.ScheduleFreeAdamW,
+        TopKEF,
+        "it keeps weights beside the model's",
+    ),
     "of a subclass": (
         lambda: type("Own", (SGD,), {})(momentum=0.9),
         TopKEF,
@@ -147,6 +152,39 @@ def test_auto_leaves_a_momentum_that_cannot_depend_on_arrivals(
     assert (found.config.momentum, found.updates, found.config.follow_lr) == (0.0, None, True)
     assert f": {why}" in caplog.text
     assert [why in each for each in found.warnings] == [True] * (kind != "none")
+
+
+OWN: dict[str, tuple[Make, Family]] = {
+    "Keras 3": (keras.optimizers.RMSprop, formulas.SQUARES),
+    "tf-keras": (tf_keras.optimizers.Adamax, formulas.LARGEST),
+    "legacy": (LEGACY.Nadam, formulas.MEAN),
+    "Adam without momentum": (lambda: ADAMW(beta_1=0.0), formulas.MEAN),
+    "of a subclass": (lambda: type("Mine", (ADAMW,), {})(), formulas.MEAN),
+    "signs": (keras.optimizers.Lion, formulas.SIGN),
+}
+
+
+@pytest.mark.usefixtures("among_others")
+@pytest.mark.parametrize("kind", OWN)
+def test_auto_has_other_optimizers_step_by_their_family(kind: str) -> None:
+    make, family = OWN[kind]
+    found = fitted(make(), TopKEF())
+    assert found.updates == Updates(tracker.OWN, family=family) and not found.warnings
+    assert found.config.warmup is not None
+    assert found.config.ratio == (family.ratio or TopKEF().config.ratio)
+    assert fitted(make(), TopKEF(ratio=0.02)).config.ratio == 0.02
+
+
+@pytest.mark.usefixtures("among_others")
+@pytest.mark.parametrize(
+    "base", [keras.optimizers.Optimizer, tf_keras.optimizers.Optimizer, LEGACY.Optimizer]
+)
+def test_an_optimizer_that_is_not_known_is_warned_of(base: Any) -> None:
+    kind = type("Sophia", (base,), {"learning_rate": 0.1})
+    found = fitted(kind.__new__(kind), TopKEF())
+    assert found.updates == Updates(tracker.OWN, family=formulas.UNKNOWN)
+    (warning,) = found.warnings
+    assert "does not know how" in warning and "Sophia" in warning
 
 
 @pytest.mark.usefixtures("among_others")

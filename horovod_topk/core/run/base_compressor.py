@@ -92,6 +92,8 @@ class BaseCompressor(abc.ABC):
         method = type(self.config)
         needed = {each.name: getattr(self.config, each.name) for each in fields(method)}
         chosen = {n: each for n, each in method.for_training.items() if n not in self.deferred}
+        if needed.get("ratios"):
+            chosen.pop("ratio", None)
         for name in sorted(needed, reverse=True):
             rest = {each: needed[each] for each in needed if each != name}
             with suppress(ConfigError):

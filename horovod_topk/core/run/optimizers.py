@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from horovod_topk.config import AUTO
 from horovod_topk.core.exchange.membership import elastic
@@ -67,22 +68,23 @@ def fitted(
     kind: str,
     why_left: Callable[[], str],
     *,
-    normalises: bool | None,
+    ratio: float | None,
+    is_linear: bool,
 ) -> tuple[Method, str | None]:
-    """Decide whether an optimizer's steps depend on arrivals, and fill in `warmup`.
+    """Decide whether an optimizer's steps depend on arrivals, and fill in `ratio` and `warmup`.
 
-    They do with momentum="auto", unless something speaks against it. SGD gets a warm-up with larger
-    ratios, and Adam if its steps depend on arrivals. Other Adams did not recover from one near the
-    largest stable learning rate. Elastic jobs have none, as ranks that join may not know the number
-    of steps.
+    They do with momentum="auto", unless something speaks against it. Then a family may have a ratio
+    of its own, and there is a warm-up with larger ratios; linear steps have one in any case. Other
+    Adams did not recover from one near the largest stable learning rate. Elastic jobs have none, as
+    ranks that join may not know the number of steps.
 
     Args:
         config: the settings.
         deferred: names of the settings that the user has left to the compressor.
         kind: name of the optimizer's class.
         why_left: returns why this optimizer's steps cannot depend on arrivals; empty: they can.
-        normalises: whether the optimizer divides by the root of a mean square, as Adam, or not, as
-            SGD; None: not known.
+        ratio: the default for optimizers of this family; None: that of the settings.
+        is_linear: whether its steps are linear in the gradient.
 
     Returns:
         The settings, and why the steps do not depend on arrivals; None: they do; empty: the user
@@ -91,7 +93,10 @@ def fitted(
     why: str | None = ""
     if "momentum" in deferred:
         why = why_left() or _why_not_late(config) or _why_not_rarely(config) or None
-    if "warmup" in deferred and (normalises is False or why is None) and not elastic():
+    if "ratio" in deferred and why is None and ratio is not None:
+        own: Any = {"ratio": ratio}  # of Top-K
+        config = replace(config, **own)
+    if "warmup" in deferred and (is_linear or why is None) and not elastic():
         config = replace(config, warmup=AUTO)
     if why:
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
@@ -149,9 +154,24 @@ def none_to_correct(momentum: float, kind: str, known: str) -> ConfigError:
     )
 
 
-def note_adapted(kind: str) -> None:
-    """Log that an optimizer's steps depend on how often elements arrive."""
+def note_adapted(kind: str, *, is_known: bool) -> tuple[str, ...]:
+    """Log that an optimizer's steps depend on how often elements arrive.
+
+    Returns:
+        The warning about an optimizer that is not known, if it is none that is.
+    """
     log.info("TopKEF: steps of %s depend on how often elements arrive", kind)
+    if is_known:
+        return ()
+    return (
+        _warned(
+            f"TopKEF does not know how {kind} uses gradients. It selects what to send by the mean "
+            "square of gradients, and leaves the optimizer's steps alone. Compare training with "
+            "it to training without compression, and pass a larger ratio, such as "
+            "TopKEF(ratio=0.1), if it is worse. TopKEF(momentum=0) turns this warning off, and "
+            "selects the largest elements"
+        ),
+    )
 
 
 def warn_of_clipping(momentum: float, seen: str) -> str:
@@ -214,9 +234,8 @@ def warn_of_unknown(kind: str, why: str) -> str:
     """
     return _warned(
         f"TopKEF does not adapt the steps of {kind}: {why}. Elements that wait arrive late and all "
-        "at once. Adapted steps, those of SGD, Adam and AdamW with float32 parameters, take that "
-        "into account; these do not, and training may be worse than without compression. Compare "
-        "the two. momentum=0 turns this warning off"
+        "at once. Adapted steps take that into account; these do not, and training may be worse "
+        "than without compression. Compare the two. momentum=0 turns this warning off"
     )
 
 

@@ -104,7 +104,7 @@ def test_a_momentum_that_comes_later_is_refused() -> None:
     [
         (heavy_ball, ((60, 0.2),), "sgd"),
         (training.adamw, ((60, 0.2),), "adam"),
-        (adagrad, (), None),
+        (adagrad, ((60, 0.2),), "own"),
     ],
 )
 def test_the_default_depends_on_the_kind_of_optimizer(

@@ -76,6 +76,15 @@ def test_adafactor_has_a_floor() -> None:
     assert_sound(trained(model_of(), O.Adafactor(0.01), TopKEF(warmup=None)))
 
 
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("kind", [O.Muon, O.Lion, O.Nadam, O.Lamb])
+def test_a_step_of_its_own_is_corrected_in_fit(kind: Any) -> None:
+    model = trained(model_of(), kind(0.01), TopKEF(warmup=None, min_numel=0))
+    assert_sound(model)
+    kept = TopKEF.of(model.optimizer).state_dict()["state.squares"]["residuals"]
+    assert sum(np.asarray(each).any() for each in kept.values()) == len(model.trainable_variables)
+
+
 @pytest.mark.one_in(1)
 @pytest.mark.parametrize("kind", [O.Adam, O.RMSprop])
 def test_what_cannot_bear_zeros_is_refused(kind: Any) -> None:

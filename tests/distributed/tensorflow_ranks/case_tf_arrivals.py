@@ -93,7 +93,8 @@ class Reference:
         often, self.codes = arrives_often(self.codes), codes_after(self.codes, gradient)
         g, self.steps = np.array(gradient, "f8"), self.steps + 1
         self.p *= 1 - LR * self.decay
-        far = max(1.0, 0.2 * np.sqrt(np.square(self.p).mean()) / LR) if self.steps > 4 else 1.0
+        grown = min(1.0, (1 - BETAS[0]) ** 2 * self.steps)
+        far = max(1.0, 0.2 * grown * np.sqrt(np.square(self.p).mean()) / LR)
         b = BETAS[0] * share(self.codes) ** 2 * (self.steps > 1)
         c = np.where(often, *factors) if self.steps > 1 else 1.0
         self.m = b * self.m + (1 - b) * c * g

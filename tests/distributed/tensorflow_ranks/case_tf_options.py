@@ -74,7 +74,7 @@ ROWS = {
     "learning_rate": options("adapted", learning_rate=0.05),
     "learning_rate as a schedule": Row("adapted", given=lambda k: {"learning_rate": falling(k)}),
     "momentum = 0": options("own", "SGD", momentum=0.0),
-    "beta_1 = 0": options("own", "Adam, AdamW", beta_1=0.0),
+    "beta_1 = 0": options("adapted", "Adam, AdamW", beta_1=0.0),
     "nesterov": options("adapted", "SGD", nesterov=True),
     "amsgrad": options("adapted", "Adam, AdamW", amsgrad=True),
     "epsilon": options("adapted", "Adam, AdamW", epsilon=1e-3),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.gradients import spec_of
 from horovod_topk.torch_training.optimizer_settings import fit_momentum
-from horovod_topk.torch_training.updates import Updates, moments
+from horovod_topk.torch_training.own_steps import updates_of
+from horovod_topk.torch_training.updates import moments
 from horovod_topk.updates.tracker import Rule, Tracker
 
 Gradients = list[Tensor]  # gradients of one rank, in the order of the model's parameters
@@ -94,7 +95,7 @@ def plain(model: nn.Module, ranks: int, name: str) -> Dense:
 
 
 def compressed(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int, asked: Substitute
+    model: nn.Module | Part, optimizer: torch.optim.Optimizer, ranks: int, asked: Substitute
 ) -> Compressed:
     """Make the exchange of a compressor of this package for an optimizer."""
     method = METHODS[asked.name]
@@ -109,7 +110,7 @@ def compressed(
         followers = Tracker(rule, TorchOps(), lambda: moments(optimizer, names))
     made = Compressed(model, ranks, config, rule, followers)
     if rule is not None:
-        updates = Updates(names, made.compressors[0])
+        updates = updates_of(rule, optimizer, names, made.compressors[0])
         optimizer.register_step_pre_hook(lambda it, *_: updates.begin(it))
         optimizer.register_step_post_hook(lambda it, *_: updates.end(it))
     if config.follow_lr:
@@ -122,7 +123,7 @@ class Compressed:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Part,
         ranks: int,
         config: Method,
         rule: Rule | None = None,
@@ -184,6 +185,56 @@ class Compressed:
         }
 
 
+class Part:
+    """The parameters of a model that one of its optimizers has."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._named = [(name, p) for name, p in model.named_parameters() if id(p) in own]
+
+    def named_parameters(self) -> Sequence[tuple[str, Tensor]]:
+        """As a module's."""
+        return self._named
+
+    def parameters(self) -> list[Tensor]:
+        """As a module's."""
+        return [p for _, p in self._named]
+
+
+class Several:
+    """An exchange for each optimizer of a model.
+
+    Args:
+        model: the model.
+        parts: its parameters, by optimizer.
+        exchanges: of these parts.
+    """
+
+    def __init__(self, model: nn.Module, parts: list[Part], exchanges: list[Compressed]) -> None:
+        at = {id(p): i for i, p in enumerate(model.parameters())}
+        self._places = [[at[id(p)] for p in part.parameters()] for part in parts]
+        self._exchanges = exchanges
+
+    def mean(self, gradients: list[Gradients]) -> Gradients:
+        """`Exchange.mean`."""
+        for places, each in zip(self._places, self._exchanges, strict=True):
+            own = each.mean([[of_rank[i] for i in places] for of_rank in gradients])
+            for i, gradient in zip(places, own, strict=True):
+                gradients[0][i] = gradient
+        return gradients[0]
+
+    def traffic(self) -> Traffic:
+        """`Exchange.traffic`: the sum."""
+        every = [astuple(each.traffic()) for each in self._exchanges]
+        sums: Any = (None if None in of else sum(of) for of in zip(*every, strict=True))
+        return Traffic(*sums)
+
+    def report(self, losses: Sequence[float]) -> None:
+        """`Exchange.report`."""
+        for each in self._exchanges:
+            each.report(losses)
+
+
 def exchange_of(plan: Plan, wire: Loopback[Tensor], rank: int) -> Route[Tensor]:
     """Make a rank's exchange from the plan; nodes have two ranks where nodes matter."""
     kind, because, collective = plan.config.exchange, "", wire.collective(rank)
@@ -203,6 +254,6 @@ def counted_bytes(traffic: Traffic) -> int:
     return traffic.sent_bytes if traffic.node_bytes is None else traffic.node_bytes
 
 
-def plan_of(model: nn.Module, config: Method) -> Plan:
+def plan_of(model: nn.Module | Part, config: Method) -> Plan:
     """The plan that a compressor makes for the model's optimizer, with averaged gradients."""
     return make_plan([spec_of(*each) for each in reversed(list(model.named_parameters()))], config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from horovod_topk.cli.compare.records import DONE, LATE, Cell, Point, Record
-from horovod_topk.cli.compare.simulated.exchanges import Exchange, compressed, counted_bytes, plain
+from horovod_topk.cli.compare.simulated.exchanges import (
+    Exchange,
+    Part,
+    Several,
+    compressed,
+    counted_bytes,
+    plain,
+)
 from horovod_topk.cli.compare.simulated.workload import Workload, load
 from horovod_topk.cli.machine import machine
 from horovod_topk.core.run.substitute import Substitute, parse
@@ -38,9 +45,10 @@ class Job:
         torch.manual_seed(seed)
         self.workload, self.ranks = workload, ranks
         self.model: nn.Module = workload.model()
-        self._optimizer = workload.optimizer(self.model)
-        self.exchange: Exchange = exchange(self.model, self._optimizer, compressor, ranks)
-        self._schedule = workload.schedule(self._optimizer)
+        found = workload.optimizer(self.model)
+        self._optimizers = found if isinstance(found, list) else [found]
+        self.exchange: Exchange = exchange(self.model, self._optimizers, compressor, ranks)
+        self._schedules = [workload.schedule(each) for each in self._optimizers]
         self._parameters = list(self.model.parameters())
         self._clip_norm: float | None = getattr(workload, "clip_norm", None)
         self.traffic = Counter[str]()  # bytes so far: sent, and those of a dense ring allreduce
@@ -58,9 +66,11 @@ class Job:
             parameter.grad = gradient
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        self._optimizer.step()
-        if self._schedule is not None:
-            self._schedule.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for schedule in self._schedules:
+            if schedule is not None:
+                schedule.step()
         traffic = self.exchange.traffic()
         self.traffic.update(sent=counted_bytes(traffic), dense=traffic.dense_bytes)
 
@@ -79,12 +89,19 @@ class Job:
 
 
 def exchange(
-    model: nn.Module, optimizer: torch.optim.Optimizer, compressor: Substitute, ranks: int
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    compressor: Substitute,
+    ranks: int,
 ) -> Exchange:
-    """Make the exchange of a model's gradients; it may adapt the optimizer's steps."""
+    """Make the exchange of a model's gradients; it may adapt the optimizers' steps."""
     if compressor.is_horovods:
         return plain(model, ranks, compressor.name)
-    return compressed(model, optimizer, ranks, compressor)
+    if len(optimizers) == 1:
+        return compressed(model, optimizers[0], ranks, compressor)
+    parts = [Part(model, each) for each in optimizers]
+    pairs = zip(parts, optimizers, strict=True)
+    return Several(model, parts, [compressed(*pair, ranks, compressor) for pair in pairs])
 
 
 def train(task: Task) -> Record:

@@ -28,8 +28,8 @@ class Workload(Protocol):
         """Return a new model, initialised by PyTorch's global generator, which is seeded."""
         ...
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer of the model's parameters."""
+    def optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]:
+        """Return the optimizer of the model's parameters, or several that share them."""
         ...
 
     def schedule(self, optimizer: Optimizer) -> Any:

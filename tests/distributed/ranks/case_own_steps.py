@@ -1,0 +1,108 @@
+"""Optimizers with a step of their own: corrected on every rank alike, also after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import training
+from plain import PlainTopKEF as TopKEF
+from resuming import assert_resumes
+from training import Setup
+from witness import assert_ranks_equal, assert_same
+from world import hvd
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01),
+    "RAdam": partial(torch.optim.RAdam, lr=0.01),
+    "Adamax": partial(torch.optim.Adamax, lr=0.01),
+    "Adafactor": torch.optim.Adafactor,
+    "Adam without momentum": partial(torch.optim.Adam, betas=(0.0, 0.99)),
+}
+
+
+def adapted(**settings: Any) -> TopKEF:
+    return TopKEF(**{"ratio": 0.1, "min_numel": 0, "momentum": "auto"} | settings)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_restart_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
+    """With arrivals and mean squares; and the ranks have the same weights."""
+    folder = Path(hvd.broadcast_object(str(tmp_path)))
+    setup = Setup(optimizer=OPTIMIZERS[name])
+    kept = {}
+
+    def take(task: Any, optimizer: Any, step: int) -> None:
+        if id(optimizer) not in kept and step == 3:  # the one that goes on has the other's moments
+            first = next(iter(kept.values()))
+            optimizer.load_state_dict(first)
+        training.ordinary(task, optimizer, step)
+        if step < 3:
+            kept[id(optimizer)] = copied(optimizer.state_dict())
+
+    assert_resumes(setup, adapted, folder, take)
+
+
+def copied(state: Any) -> Any:
+    """A state dict whose tensors are not those of the optimizer."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    return [copied(value) for value in state] if isinstance(state, list) else state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_at_full_ratio_it_is_dense_training(name: str) -> None:
+    """To the bit, with two ranks, as everything is sent."""
+    setup = Setup(optimizer=OPTIMIZERS[name])
+    settings = {"ratio": 1.0, "values": "float32", "exchange": "allgather"}
+    found = []
+    for compression in (adapted(**settings), hvd.Compression.none):
+        task = setup.task()
+        optimizer = setup.distributed(task, compression)
+        for step in range(5):
+            training.ordinary(task, optimizer, step)
+        found.append(training.snapshot(task))
+    assert_ranks_equal(found[0])
+    if hvd.size() <= 2:
+        assert_same(*found)
+
+
+def test_a_step_that_raises_has_not_happened() -> None:
+    """Weights, means, arrivals and residuals are as before it."""
+    failing = Failing.of()
+    task, other = failing.task(), failing.task()
+    optimizer, plain = (failing.distributed(each, adapted()) for each in (task, other))
+    for step in range(4):
+        if step == 2:
+            Failing.fails = True
+            before = training.snapshot(task)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                training.ordinary(task, optimizer, step)
+            Failing.fails = False
+            assert_same(before, training.snapshot(task))
+        training.ordinary(task, optimizer, step)
+        training.ordinary(other, plain, step)
+    assert_same(training.snapshot(task), training.snapshot(other))
+
+
+class Failing(torch.optim.RAdam):
+    """Raises in its step, before it has changed anything."""
+
+    fails = False
+
+    @classmethod
+    def of(cls) -> Setup:
+        return Setup(optimizer=partial(cls, lr=0.01))
+
+    def step(self, closure: Any = None) -> Any:
+        if type(self).fails or Failing.fails:
+            raise RuntimeError("on purpose")
+        return super().step(closure)
