@@ -32,10 +32,10 @@ WORKERS ?= 2
 # Which tests: fast, tools, all, or rest (what all adds to the first two); see tests/conftest.py.
 TIER ?= fast
 
-STUDIES := accuracy frontier default methods practice
+STUDIES := accuracy frontier default methods optimizers practice
 BENCHMARKS := bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes
 
-.PHONY: help setup demo clean test test-tools test-all check fuzz docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy frontier default methods practice
+.PHONY: help setup demo clean test test-tools test-all check fuzz docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy frontier default methods optimizers practice
 
 help: ## list the targets
 	@sed -nE 's/^## (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -97,9 +97,11 @@ accuracy: ## plain error feedback beside dense, on real ranks; docs/accuracy.md 
 frontier: ## quality against bytes for every format and exchange, simulated ranks; docs/frontier.md (hours)
 default: ## the default beside dense over models and training loops, simulated ranks; docs/default.md (hours)
 methods: ## every method beside dense at 16 and 64 times fewer bytes, simulated ranks; docs/methods.md (hours)
+optimizers: ## the optimizers that people train with, beside dense, simulated ranks; docs/optimizers.md (half an hour)
 practice: ## clipping, loss scaling, momentum, restarts, beside dense, on real ranks; docs/practice.md (an hour)
 
 $(STUDIES): setup
+	$(if $(filter optimizers,$@),$(RUN) -m pip install --quiet --no-deps pytorch_optimizer==3.8.0)
 	$(RUN) -m horovod_topk.cli compare scripts/study/$@.toml --out docs/results/$@.jsonl $(ARGS)
 	$(RUN) scripts/page.py $@
 
