@@ -61,7 +61,8 @@ class OwnStep:
         if rate is not None:
             farthest = tf.maximum(farthest, tf.cast(rate, variable.dtype))
         new = formulas.own_change(change, factor, self._share, self._family, VERBS)
-        new = formulas.own_limited(new, farthest, self._share, VERBS)
+        if self._family.is_limited:
+            new = formulas.own_limited(new, farthest, self._share, VERBS)
         self._write(variable, tf.where(tf.equal(new, change), now, self._before + new), now)
         self._write(self._piece, self._following, self._kept)
         before = square.value()

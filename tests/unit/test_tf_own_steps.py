@@ -15,6 +15,7 @@ pytest.importorskip("horovod.tensorflow")
 keras, tf_keras = (pytest.importorskip(name) for name in ("keras", "tf_keras"))
 adapter = pytest.importorskip("horovod_topk.tensorflow.updates")
 kernels = pytest.importorskip("horovod_topk.updates.tensorflow")
+own_steps = pytest.importorskip("horovod_topk.tensorflow.own_steps")
 variables = pytest.importorskip("horovod_topk.tensorflow.variables")
 
 LR, SHAPE, STEPS, DAMPING = 0.01, (30, 40), 6, (0.5, 0.8)
@@ -165,3 +166,14 @@ def test_a_step_that_is_not_committed_is_the_optimizers_own(library: str) -> Non
         optimizer.apply_gradients([(tf.constant(gradient_of(0)), variable)])
     assert np.array_equal(ours[1].numpy(), plain[1].numpy())
     assert not state.codes.numpy().any() and not state.squares.numpy().any()
+
+
+@pytest.mark.parametrize("family", [formulas.UNKNOWN, formulas.SIGN])
+def test_a_step_of_an_unknown_optimizer_is_not_limited(family: Any) -> None:
+    """It may be linear, and a limit would lose gradients."""
+    variable, known = tf.Variable(tf.zeros(SHAPE)), State((1.0, 1.0)).update_inputs([])
+    own = own_steps.OwnStep(tf.constant(gradient_of(0)), variable, known, family)
+    variable.assign_sub(tf.ones(SHAPE))
+    own.correct(tf.constant(LR, tf.float64))
+    expected = np.float32(-1.0 if family is formulas.UNKNOWN else -LR)
+    assert (variable.numpy() == expected).all()
