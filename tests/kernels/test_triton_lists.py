@@ -6,6 +6,7 @@ there is a GPU on it as well.
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import subprocess
@@ -320,3 +321,14 @@ def resources(cubin: Path) -> tuple[int, int]:
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", found)[-1]
     return int(registers), int(stack)
+
+
+def test_kernels_assign_to_flat_tuples() -> None:
+    """Triton 3.7, which PyTorch 2.13 for CUDA brings, cannot parse `(a, b), c = ...`."""
+    nested = []
+    for file in (Path(__file__).parents[2] / "horovod_topk/kernels/triton").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            found = (each for target in targets for each in getattr(target, "elts", ()))
+            nested += [(file.name, each.lineno) for each in found if isinstance(each, ast.Tuple)]
+    assert nested == []

@@ -55,7 +55,9 @@ def locate(
     LANES: constexpr,
 ) -> None:
     """begins[rank, tile] = where a tile's entries begin and end, for all tiles of a program."""
-    (table, owners), (gathered, ranks, payload_bytes), (begins, tiles) = tables, payloads, found
+    table, owners = tables
+    gathered, ranks, payload_bytes = payloads
+    begins, tiles = found
     program, programs = tl.program_id(0), tl.num_programs(0)
     count = (tiles - program + programs - 1) // programs * ranks
     for at in range(0, count, LANES):
@@ -94,7 +96,9 @@ def add_entries(
     LANES: constexpr,
 ) -> None:
     """Add entries of one rank to the row of the `size` elements from `first`."""
-    (values, k, indices, width), (first, size), (begin, end) = section, tile, span
+    values, k, indices, width = section
+    first, size = tile
+    begin, end = span
     for at in range(begin, end, LANES):
         entry = at + tl.arange(0, LANES)
         there = entry < end
@@ -121,7 +125,9 @@ def add_ranks(
     LANES: constexpr,
 ) -> None:
     """Add the entries of a tile to its row, rank after rank."""
-    (table, t), (gathered, ranks, payload_bytes), (begins, tiles) = own, payloads, found
+    table, t = own
+    gathered, ranks, payload_bytes = payloads
+    begins, tiles = found
     width, k = number(table, t, "width"), number(table, t, "k")
     values = gathered + field(table, t, "value_at")
     indices = gathered + field(table, t, "index_at")

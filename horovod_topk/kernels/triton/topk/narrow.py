@@ -125,7 +125,8 @@ def tally(
     key: tensor, ends: tl.tuple, aside: tensor, counts: tl.tuple, ROOM: constexpr
 ) -> tuple[tensor, tensor, tensor, tensor]:
     """Add some keys of a run (-1: none) to its four counts; store those between the ends."""
-    (bottom, top), (above, at_top, between, at_bottom) = ends, counts
+    bottom, top = ends
+    above, at_top, between, at_bottom = counts
     high = (key > top).to(tl.int32) + ((key == top).to(tl.int32) << 16)
     mine = (key > bottom) & (key < top)
     rest = mine.to(tl.int32) + (((key == bottom) & (bottom < top)).to(tl.int32) << 16)
@@ -166,7 +167,8 @@ def narrow_run(
     LANES: constexpr,
 ) -> None:
     """The counts of one run and the keys between, from the stored keys if all were stored."""
-    (table, t), (stats, slots) = own, chunks_of
+    table, t = own
+    stats, slots = chunks_of
     place = run - number(table, t, "run0")
     chunk0 = number(table, t, "chunk0") + place * RUN_CHUNKS
     chunks = tl.minimum(RUN_CHUNKS, number(table, t, "chunks") - place * RUN_CHUNKS)

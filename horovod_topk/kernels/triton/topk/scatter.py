@@ -187,7 +187,9 @@ def send_tile(
     Keys above the threshold and other candidates before the tile number `more` and `same`. Returns
     both counts with the tile's own added.
     """
-    (indices, width), (threshold, least, quota), (more, same) = target, cut, counts
+    indices, width = target
+    threshold, least, quota = cut
+    more, same = counts
     lanes = at + tl.arange(0, LANES)
     key = tl.where(lanes < last, magnitude(a), -2)
     sure = key > threshold

@@ -88,7 +88,8 @@ def compensated(
 
     WHOLE: the tile is within the tensor, at addresses that are multiples of 16: wide accesses.
     """
-    (residual, candidate, _), (address, dtype) = arenas, source
+    residual, candidate, _ = arenas
+    address, dtype = source
     lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
     if WHOLE:
         a = tl.load(residual + lanes) + gradient(
@@ -106,7 +107,8 @@ def compensated(
 @triton.jit
 def put_aside(key: tensor, near: tl.tuple, counts: tl.tuple, SLOT: constexpr) -> tl.tuple:
     """Append the keys within the carried bracket to a slot; return both counts."""
-    (low, slot), (above, inside) = near, counts
+    low, slot = near
+    above, inside = counts
     high = low + BRACKET
     mine = (key >= low) & (key < high)
     at = inside + tl.cumsum(mine.to(tl.int32), 0) - 1
@@ -166,7 +168,8 @@ def histogram(
     This reads what other threads of this program stored: the caller has placed a barrier before it.
     Invalid lanes are counted in bin 0 and subtracted again.
     """
-    (low, slot), (first, last) = near, span
+    low, slot = near
+    first, last = span
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
     if inside <= SLOT:
