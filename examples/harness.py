@@ -51,8 +51,7 @@ def arguments(
     add(
         "--ratio",
         type=float,
-        default=TopK.ratio,
-        help="topk: share of each gradient's elements to send (default: %(default)s)",
+        help="topk: share of each gradient's elements to send (default: that of the optimizer)",
     )
     add(
         "--values",
@@ -158,7 +157,10 @@ def topk_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of TopKEF that the arguments give, for any framework."""
     own = parse_ratios(args.ratios)
     named = {name: getattr(args, name) for name in ("values", "exchange", "momentum")}
-    return {"ratio": {"*": args.ratio, **dict(own)} if own else args.ratio, **named}
+    ratio = "auto" if args.ratio is None else args.ratio
+    if own:
+        ratio = {"*": TopK.ratio if args.ratio is None else args.ratio, **dict(own)}
+    return {"ratio": ratio, **named}
 
 
 def own_momentum(args: argparse.Namespace) -> float:
@@ -242,7 +244,8 @@ def summary(result: dict[str, Any]) -> str:
     name = config["compression"]
     if topk:
         ratios = " ".join(["", *config["ratios"]])
-        name = f"topk at {config['ratio']:g}{ratios}, {config['values']}, {config['exchange']}"
+        ratio = config["ratio"] or TopK.ratio
+        name = f"topk at {ratio:g}{ratios}, {config['values']}, {config['exchange']}"
     scores = (
         f"{config['evaluate_on']} {column.replace('_', ' ')} {values[-1]:.4f}"
         for column, values in history.items()
