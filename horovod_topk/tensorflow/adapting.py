@@ -59,7 +59,7 @@ class Adapted:
         self.memory = Memory([*self.fitted.warnings, *clipping])
         self._variables: dict[int, Any] | None = None  # those it updates, by id; None: all
         self.state: OptimizerState | None = None  # for the variables of the last exchange
-        # Weak: this is kept as long as the optimizer exists.
+        # A weak reference, because the optimizer keeps this object alive.
         self.optimizer, self._given = weakref.ref(plain), weakref.ref(optimizer)
         if is_keras_3(plain):
             object.__setattr__(plain, "__class__", cls)

@@ -56,14 +56,13 @@ class OwnStep:
         variable, (square,) = self._variable, self._known.squares
         now, damping = value_of(variable), tf.cast(self._known.damping[0], variable.dtype)
         often = tf.reshape(formulas.arrives_often(self._codes), variable.shape)
-        factor, change = tf.where(often, damping[0], damping[1]), now - self._before
+        factor = tf.where(often, damping[0], damping[1])
         farthest = rms_of(self._before) * formulas.FARTHEST
         if rate is not None:
             farthest = tf.maximum(farthest, tf.cast(rate, variable.dtype))
-        new = formulas.own_change(change, factor, self._share, self._family, VERBS)
-        if self._family.is_limited:
-            new = formulas.own_limited(new, farthest, self._share, VERBS)
-        self._write(variable, tf.where(tf.equal(new, change), now, self._before + new), now)
+        known = factor, self._share, farthest
+        after = formulas.own_weight(self._before, now, *known, self._family, VERBS)
+        self._write(variable, after, now)
         self._write(self._piece, self._following, self._kept)
         before = square.value()
         gradient = tf.cast(tf.reshape(self._gradient, [-1]), before.dtype)

@@ -61,7 +61,10 @@ class Updates:
             self._states[id(unwrap(variable))] = state
 
     def moments(self, optimizer: Any, variables: Iterable[Any]) -> tuple[float, list[Any]]:
-        """Return Adam's beta 2 and mean square of each variable, or None; others have none."""
+        """Return Adam's beta 2, and its mean square of each variable or None.
+
+        For other optimizers the list is empty.
+        """
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         if not self.is_on or self.rule != tracker.ADAM:
             return 0.0, []

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.torch_training.optimizer_settings import momentum_of, number_of
-from horovod_topk.torch_training.updates import Updates, applies_nothing
+from horovod_topk.torch_training.updates import Updates, applied_gradient, applies_nothing
 from horovod_topk.updates import formulas
 from horovod_topk.updates.formulas import Family, family_of
-from horovod_topk.updates.torch import VERBS, codes_after, measure_weights
+from horovod_topk.updates.torch import VERBS, following, measure_weights
 from horovod_topk.updates.tracker import CLASSES, AdamFollower, Rule
 
 
@@ -65,14 +65,12 @@ class OwnSteps:
             damping = follower.damping(committed=committed).view(-1, CLASSES)
             kept = zip(follower.codes, follower.squares_kept, damping, strict=True)
             arrived |= zip(follower.names, kept, strict=True)
-        scale = getattr(optimizer, "grad_scale", None)  # a GradScaler leaves it to a fused step
         for group in optimizer.param_groups:
             for p in group["params"]:
                 own = None if p.grad is None else arrived.get(self._names.get(p, ""))
                 if own is not None:
-                    self._found.append(_own_step(p, group, *own))
-                    if scale is not None:
-                        self._found[-1].gradient.div_(scale)
+                    gradient = applied_gradient(optimizer, p)
+                    self._found.append(_own_step(p, gradient, group, *own))
                     if self._family.has_mean:
                         self._move_mean(self._found[-1], optimizer.state.get(p, {}), group)
 
@@ -116,17 +114,19 @@ def updates_of(
 
 
 def _own_step(
-    p: Tensor, group: Mapping[str, Any], codes: Tensor, square: Tensor, damping: Tensor
+    p: Tensor,
+    gradient: Tensor,
+    group: Mapping[str, Any],
+    codes: Tensor,
+    square: Tensor,
+    damping: Tensor,
 ) -> OwnStep:
-    """What a tensor's step begins with."""
-    assert p.grad is not None
-    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    """Note a tensor's weight, gradient and states before the optimizer's step."""
     gradient = gradient.reshape(-1).to(square.dtype, copy=True)
-    after, now = codes_after(codes.device), codes.long()
-    following = torch.where(gradient.ne(0), after[1][now], after[0][now])
+    later = following(codes, gradient)
     gradient = gradient.neg_() if group.get("maximize") else gradient
     rate = number_of(group.get("lr")) or 0.0
-    return OwnStep(p, p.detach().clone(), gradient, codes, following, square, damping, rate)
+    return OwnStep(p, p.detach().clone(), gradient, codes, later, square, damping, rate)
 
 
 def correct(each: OwnStep, farthest: Tensor, family: Family) -> None:
@@ -138,10 +138,5 @@ def correct(each: OwnStep, farthest: Tensor, family: Family) -> None:
     share = formulas.share(each.following.to(kind)).view(shape)
     often = formulas.arrives_often(each.codes).view(shape)
     factor = torch.where(often, *each.damping.to(kind))
-    before = each.before.to(kind)
-    change = each.weight.to(kind) - before
-    new = formulas.own_change(change, factor, share, family, VERBS)
-    if family.is_limited:
-        new = formulas.own_limited(new, farthest.to(kind), share, VERBS)
-    corrected = (before + new).to(each.weight.dtype)
-    each.weight.copy_(torch.where(new == change, each.weight, corrected))
+    weights, known = (each.before.to(kind), each.weight.to(kind)), (factor, share)
+    each.weight.copy_(formulas.own_weight(*weights, *known, farthest.to(kind), family, VERBS))

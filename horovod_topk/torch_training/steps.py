@@ -430,7 +430,7 @@ class Unapplied:
         self._has_ended = takes_back(optimizer)  # two exchanges a step are no fault
 
     def forget(self) -> None:
-        """Leave out the exchanges that have ended since the last call of `note`."""
+        """Do not count the exchanges that ended after the last call of `note` as unapplied."""
         self._before = self._counts.steps, self._counts.unapplied
 
     def note(self, how: str) -> str:

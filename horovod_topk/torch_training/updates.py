@@ -190,13 +190,18 @@ def _adam_of(
 
 
 def _of(optimizer: Any, group: Mapping[str, Any], p: Any, arrived: Any, numbers: Any) -> Update:
+    codes, damping, _ = arrived
+    gradient = applied_gradient(optimizer, p)
+    return Update(p, gradient, bool(group.get("maximize")), codes, damping, numbers)
+
+
+def applied_gradient(optimizer: Any, p: Any) -> Any:
+    """A parameter's gradient as the optimizer applies it: dense, and without the loss's scale."""
     gradient, scale = p.grad, getattr(optimizer, "grad_scale", None)
     if gradient.is_sparse:  # Horovod makes it so again after a dense exchange
         gradient = gradient.to_dense()
-    if scale is not None:  # a GradScaler leaves it to a fused step
-        gradient = gradient / scale
-    codes, damping, _ = arrived
-    return Update(p, gradient, bool(group.get("maximize")), codes, damping, numbers)
+    # A GradScaler leaves unscaling to a fused step.
+    return gradient if scale is None else gradient / scale
 
 
 def _counts(optimizer: Any, parameters: Sequence[Any]) -> list[int]:

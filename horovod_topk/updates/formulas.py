@@ -333,7 +333,7 @@ def factor_of(share: Any) -> Any:
     return share * (LEAST**2 - 1.0) + 1.0
 
 
-# Optimizers with a step of their own.
+# Corrections of the step that another optimizer makes itself.
 
 
 @dataclass(frozen=True)
@@ -354,15 +354,25 @@ SIGN = Family("takes the sign", ("lion", "signsgd", "signum", "tiger", "rprop"),
 MATRIX = Family(
     "divides by roots of matrices", ("muon", "dion", "shampoo", "soap", "kron"), ratio=0.25
 )
-SCALED = Family("scales the mean by an estimate", ("dadapt", "prodigy", "adopt"), True, ratio=0.1)
-TRUST = Family("sets a tensor's step by its weights", ("lamb", "lars"), True, has_mean=True)
-LARGEST = Family("divides by the largest magnitude", ("adamax",), True, True, has_mean=True)
-COMPACT = Family("keeps its means in few bits", ("8bit", "4bit", "fp8"), True, ratio=0.1)
+SCALED = Family(
+    "scales the mean by an estimate", ("dadapt", "prodigy", "adopt"), is_damped=True, ratio=0.1
+)
+TRUST = Family(
+    "sets a tensor's step by its weights", ("lamb", "lars"), is_damped=True, has_mean=True
+)
+LARGEST = Family(
+    "divides by the largest magnitude",
+    ("adamax",),
+    is_damped=True,
+    is_stretched=True,
+    has_mean=True,
+)
+COMPACT = Family("keeps its means in few bits", ("8bit", "4bit", "fp8"), is_damped=True, ratio=0.1)
 FACTORED = Family("divides by factored mean squares", ("adafactor", "came"), is_damped=True)
 MEAN = Family(
     "divides a mean by a root of squares",
     ("adam", "adan", "adab", "yogi"),
-    True,
+    is_damped=True,
     has_mean=True,
 )
 SQUARES = Family("divides by a root of squares", ("ada", "rmsprop", "ftrl"), is_damped=True)
@@ -388,6 +398,27 @@ def own_mean(mean: Any, g: Any, share: Any, began: float) -> Any:
     """m = w m + (1 - w) s_(t-1) G, w = phi'^(1/2), before m' = beta1 m + (1 - beta1) G."""
     w = share * share
     return w * mean + (1.0 - w) * began * g
+
+
+def own_weight(
+    before: Any, now: Any, factor: Any, share: Any, farthest: Any, of: Family, verbs: Verbs
+) -> Any:
+    """Return the weight after the corrected step: p + d', and p' itself where d' is d.
+
+    Args:
+        before: p.
+        now: p'.
+        factor: c of each element's class.
+        share: phi'^(1/4).
+        farthest: max(lr, rms / 5).
+        of: the optimizer's family.
+        verbs: the framework's.
+    """
+    change = now - before
+    corrected = own_change(change, factor, share, of, verbs)
+    if of.is_limited:
+        corrected = own_limited(corrected, farthest, share, verbs)
+    return verbs.where(corrected == change, now, before + corrected)
 
 
 def own_change(change: Any, factor: Any, share: Any, of: Family, verbs: Verbs) -> Any:

@@ -82,9 +82,7 @@ def update_by_torch(each: Update) -> None:
     """
     numbers, shape = each.numbers, each.weight.shape
     wide = torch.promote_types(each.weight.dtype, torch.float32)
-    after = codes_after(each.codes.device)
-    arrives, before = each.gradient.reshape(-1).ne(0), each.codes.long()
-    codes = torch.where(arrives, after[1][before], after[0][before])
+    codes = following(each.codes, each.gradient)
     share = formulas.share(codes.to(wide)).view(shape)
     own, g, *moments = (a.to(wide) for a in (each.weight, each.gradient, *each.moments))
     g = -g if each.maximize else g
@@ -98,7 +96,7 @@ def update_by_torch(each: Update) -> None:
         assert each.damping is not None
         moment, square, *largest = moments
         kept = moment, square, largest[0] if largest else None
-        often = formulas.arrives_often(before).view(shape)
+        often = formulas.arrives_often(each.codes).view(shape)
         factor = torch.where(often, *each.damping) if numbers.beta1 else 1.0
         now = share, factor, each.rms
         weight, *new = formulas.adam(own, kept, g, *now, numbers, VERBS)
@@ -106,6 +104,12 @@ def update_by_torch(each: Update) -> None:
             memory.copy_(value)
     each.weight.copy_(weight)
     each.codes.copy_(codes)
+
+
+def following(codes: Tensor, gradient: Tensor) -> Tensor:
+    """Codes of phi after a step, given those before it and the exchanged gradient."""
+    after, now = codes_after(codes.device), codes.long()
+    return torch.where(gradient.reshape(-1).ne(0), after[1][now], after[0][now])
 
 
 def measure_weights(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import training
+from case_conservation import Both
 from horovod_topk import checkpoint
 from horovod_topk.errors import (
     ConfigError,
@@ -96,7 +97,7 @@ class Job:
 
     @property
     def states(self) -> list[Any]:
-        """What `TopKEF.of` returns: under DDP one state of all."""
+        """The states that `TopKEF.of` returns; DDP has one for all optimizers."""
         if CONTROLLER == "torchrun":
             return [adapter.TopKEF.of(self.model)]
         return [adapter.TopKEF.of(each) for each in self.optimizers]
@@ -678,18 +679,6 @@ def test_gradients_that_no_sync_adds_up() -> None:
 
 
 # Optimizers that are refused, and classes around several.
-
-
-class Both(torch.optim.Optimizer):
-    """As it was made where a model could have one optimizer only."""
-
-    def __init__(self, *inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        super().__init__([group for each in inner for group in each.param_groups], {})
-
-    def step(self, closure: Any = None) -> None:
-        for each in self.inner:
-            each.step()
 
 
 @OVER_DDP
