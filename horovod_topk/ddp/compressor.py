@@ -195,7 +195,7 @@ class Compressor(TrainingCompressor):
 
 
 def listed(optimizer: Any) -> Sequence[Any]:
-    """Optimizers as a list, of which there may be one."""
+    """Return a list of optimizers, given one optimizer or several."""
     return optimizer if isinstance(optimizer, list | tuple) else [optimizer]
 
 

@@ -67,16 +67,16 @@ class Adapted:
             update_tf_keras(plain, updates)
 
     def take(self, variables: Iterable[Any] | None) -> None:
-        """Note the variables that it updates; None: all."""
+        """Note the variables that the optimizer updates; None stands for all."""
         known = None if variables is None else {id(unwrap(each)): each for each in variables}
         self._variables = known
 
     def has(self, variable: Any) -> bool:
-        """Whether it updates a variable."""
+        """Whether the optimizer updates a variable."""
         return self._variables is None or id(unwrap(variable)) in self._variables
 
     def scale(self, scaler: Any) -> Scale:
-        """Its own loss scale, or that of `grad_scaler=`."""
+        """The optimizer's own loss scale, or that of the setting `grad_scaler`."""
         given = self._given()
         return scale_of(given if hasattr(given, "inner_optimizer") else scaler)
 
@@ -121,7 +121,7 @@ def adapted_to(
 
 
 def find_adapted(optimizer: Any) -> Adapted | None:
-    """What is known of an optimizer that was adapted; None: it was not."""
+    """Return the record of an adapted optimizer, or None if it was not adapted."""
     return _OF.get(_plain(optimizer)) if is_of_keras(optimizer) else None
 
 

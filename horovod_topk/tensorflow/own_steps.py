@@ -69,5 +69,5 @@ class OwnStep:
         self._write(square, formulas.own_square(before, gradient), before)
 
     def _write(self, target: Any, after: Any, before: Any) -> None:
-        """Assign a value; that before, if the step is not committed."""
+        """Assign `after` if the step is committed, else `before`."""
         target.assign(tf.where(self._is_committed, after, before))

@@ -260,7 +260,7 @@ def fit_momentum(
 
 
 def _rule_of(optimizer: Any) -> Rule:
-    """The rule by which an optimizer's steps are adapted."""
+    """Return the rule by which an optimizer's steps are adapted."""
     if not _is_known(optimizer):
         return tracker.OWN
     return tracker.SGD if isinstance(optimizer, SGD) else tracker.ADAM

@@ -290,7 +290,7 @@ class Watch:
 
     @property
     def _limit(self) -> float:
-        """A rise of the smoothed reports above their least value that is out of range."""
+        """The largest rise of the smoothed reports above their least value that is in range."""
         assert self._guard is not None and self._guard.trend is not None
         m = self.memory
         usual = math.sqrt(m.rises) * (1 + MEMORY[0] / max(m.reports, 1.0))  # few tell too little
@@ -370,6 +370,6 @@ def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
 
 
 def _of_older(saved: Sequence[float]) -> Memory:
-    """The memory that an older version saved, less what its rule `trend` had learnt."""
+    """Convert the memory of an older version, without what its rule `trend` had learnt."""
     names = ("samples", "usual", "grown", "compressed", "dense", "slow", "skipped")
     return Memory(*saved[:7], **dict(zip(names, saved[13:20], strict=False)))

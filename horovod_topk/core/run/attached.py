@@ -55,7 +55,7 @@ class Attached(Generic[Kept]):
 
     @property
     def _states(self) -> Sequence[Kept]:
-        """The state of each optimizer, if it is active; their tensors differ."""
+        """The state of each optimizer that exchanges gradients."""
         return (self._state,)
 
     def stats(self) -> Stats:

@@ -111,7 +111,7 @@ class Stats:
 
 
 def in_all(each: Sequence[Stats]) -> Stats:
-    """The statistics of a model's optimizers together: those of one are its own.
+    """Add up the statistics of all optimizers of a model.
 
     Counts, bytes and seconds are sums, and norms are norms over all tensors. Of what is one number
     for each optimizer, this is the largest, of `step_factor` the smallest.

@@ -88,7 +88,7 @@ def joined(state: Mapping[str, Any], waiting: Mapping[str, Any]) -> dict[str, An
 
 
 def of_several(states: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
-    """The state dict of a model's optimizers, whose tensors differ: of one, its own.
+    """Join the state dicts of all optimizers of a model into one.
 
     That of several has all arrays by tensor name, the counters of the first optimizer, as a model
     with one optimizer can load them, and under `OPTIMIZERS` the counters of each.
@@ -107,7 +107,7 @@ def of_several(states: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
 def shared_out(
     state: Mapping[str, Any], names: Sequence[Collection[str]]
 ) -> list[Mapping[str, Any]]:
-    """The parts of a state dict for a model's optimizers: for one, all of it.
+    """Split a state dict of a model into one for each optimizer.
 
     The model may have had other optimizers: each tensor's arrays go to the optimizer that has it
     now, and the counters of the first one to each if their number differs.
