@@ -133,7 +133,8 @@ class Compressed:
         ops = TorchOps()
         pairs = [Location(f"node{rank // 2}", rank % 2, rank // 2 * 2) for rank in range(ranks)]
         wire = Loopback(ranks, ops, locations=pairs)
-        plan = plan_of(model, config).under(config, rule)
+        plan = plan_of(model, config)
+        plan = plan.under(plan.config, rule)  # whose rules for ratios are applied
         routes = [exchange_of(plan, wire, rank) for rank in range(ranks)]
         self._plan = plan
         self.compressors = [
