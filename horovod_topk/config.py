@@ -27,6 +27,7 @@ OPTIONAL: dict[str, object] = {
     "follow_lr": False,
     "ratios": None,
     "residuals": "float32",
+    "allocation": "uniform",
 }  # setting -> the value that switches it off
 AUTO = "auto"  # value of a setting that the optimizer and the job decide
 DEFERRED: Mapping[str, tuple[str, ...]] = {

@@ -16,6 +16,7 @@ from horovod_topk.core.state.state_dict import (
     OPTIONAL,
     RESIDUALS,
     STATE_VERSION,
+    allocation_of,
     asked_of,
     decision_of,
     parts_of,
@@ -48,6 +49,7 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
             rates_of(facts, key)
         asked_of(facts)
         decision_of(facts)
+        allocation_of(facts)
         guard_of(facts)
         for state in _states(facts).values():
             released_of(state)

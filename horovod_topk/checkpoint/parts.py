@@ -14,6 +14,7 @@ from horovod_topk.checkpoint.shard import naming
 from horovod_topk.core.state import reshard
 from horovod_topk.core.state.learning_rates import LARGEST, RATES
 from horovod_topk.core.state.state_dict import (
+    ALLOCATION,
     ASKED,
     COMMITTED,
     DECISION,
@@ -106,7 +107,7 @@ def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
 
     Committed steps and learning rates are taken only if this rank's state dict has them.
     """
-    known = [ASKED, DECISION, GUARD, STEPS, *({COMMITTED, RATES, LARGEST} & set(own))]
+    known = [ALLOCATION, ASKED, DECISION, GUARD, STEPS, *({COMMITTED, RATES, LARGEST} & set(own))]
     known += [part for part in parts_of(own) if own[part].get(SHARED)]
     counters = {OPTIMIZERS: saved.get(OPTIMIZERS, [])} if OPTIMIZERS in own else {}
     return {key: saved[key] for key in known if key in saved} | counters

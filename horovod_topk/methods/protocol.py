@@ -52,6 +52,9 @@ VALUE_CODE = {
 AS_IS = 3  # kind of indices: none, values are not encoded
 
 AS_SET = 0.5  # ratio level of a method without `ratio` that compresses by its settings
+UNIFORM, ADAPTIVE = "uniform", "adaptive"  # values of `allocation`
+SHARES = range(-8, 9)  # j: a tensor's share of the elements is the ratio times 2^(j/4)
+Allocation = tuple[tuple[str, int], ...]  # tensor names, each with its j
 EVERYTHING = 1 << 62  # value of `min_numel` with which every tensor is sent whole
 
 RESIDUAL_DTYPE = {
@@ -209,6 +212,8 @@ class Method(Settings):
     error_feedback: ClassVar[bool] = True  # whether residuals are kept; may be a field instead
     measured: ClassVar[tuple[str, ...]] = ()  # names of a codec's own measures: `Codec.measure`
     may_send_nothing: ClassVar[bool] = False  # of a tensor that is not 0
+    # Whether bytes are allocated to tensors in training; may be a field instead.
+    allocation: ClassVar[str | Allocation] = UNIFORM
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,6 +250,10 @@ class Method(Settings):
     def at(self, ratio: float) -> Self:
         """Return the settings at a ratio level. At 1.0 every element is sent unrounded."""
         return self if ratio == self.ratio else replace(self, min_numel=EVERYTHING)
+
+    def ratio_of(self, name: str) -> float:
+        """Share of a tensor's elements that a rank sends in a step."""
+        return self.own.get(name, self.ratio)
 
     def withheld(self) -> str:
         """Describe what is not sent in a step at these settings; empty: all of it, at ratio 1.0."""
@@ -437,6 +446,11 @@ class UpdateRule(Protocol):
     @property
     def name(self) -> str:
         """Name of the rule."""
+        ...
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether weights move in proportion to gradients."""
         ...
 
     def states(self, piece: Piece) -> Mapping[str, StateSpec]:

@@ -69,7 +69,7 @@ class RandomK(Rounds, Seeded):
 
     def elements(self, piece: Piece, i: int) -> int:
         """`Rounds.elements`: k."""
-        return entries(piece.numel, self.own.get(piece.spec.name, self.ratio))
+        return entries(piece.numel, self.ratio_of(piece.spec.name))
 
     def send(self, ops: Ops[Any], bucket: Bucket, piece: Piece, i: int, work: Work[Any]) -> Array:
         """`Rounds.send`."""

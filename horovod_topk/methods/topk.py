@@ -48,14 +48,18 @@ tensor MUST be ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from horovod_topk.config import AUTO, DEFERRED, check_choice
 from horovod_topk.errors import ConfigError, TensorTooLargeError
 from horovod_topk.methods.protocol import (
+    ADAPTIVE,
     RESIDUAL_DTYPE,
     SECTION,
+    UNIFORM,
+    Allocation,
     Bucket,
     Codec,
     Context,
@@ -73,6 +77,7 @@ Array = TypeVar("Array")
 VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")  # and "auto"
 INDICES = ("auto", "packed", "plain")
 SELECTIONS = ("exact", "sampled")
+ALLOCATIONS = (UNIFORM, ADAPTIVE)
 EARLY_STEPS, EARLY, MOST_EARLY = 60, 10, 0.25  # warmup="auto": steps, times `ratio`, at most
 KINDS = (None, "int32", "int16", "packed")  # kinds of indices, in the order of their sections
 
@@ -138,6 +143,10 @@ class TopK(Codec):
             which is plain on accelerators and packed elsewhere.
         selection: how the largest elements are found: "exact", or "sampled", which estimates a
             threshold from a sample and is faster.
+        allocation: "uniform": each tensor has the same ratio. "adaptive": in PyTorch, tensors have
+            ratios from `ratio` / 4 to 4 `ratio`, larger ones where gradients are large, at the same
+            bytes in all. They change after 60 committed steps, 120, 240 and so on
+            (`core.control.allocation`).
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
     Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`,
@@ -154,6 +163,8 @@ class TopK(Codec):
     indices: str = "auto"  # format of indices; "auto": plain on accelerators, else packed
     gather_ratio: float | None = None  # share that owners send back; None: same as `ratio`
     selection: str = "exact"  # how the largest elements are found
+    # Which share of the elements each tensor sends; pairs: what training has decided.
+    allocation: str | Allocation = field(default=UNIFORM, kw_only=True)  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", checked_ratio(self.ratio))
@@ -169,6 +180,8 @@ class TopK(Codec):
         check_choice("values", self.values, VALUES)
         check_choice("values[1]", self.indices, INDICES)
         check_choice("selection", self.selection, SELECTIONS)
+        if not isinstance(self.allocation, tuple):
+            check_choice("allocation", self.allocation, ALLOCATIONS)
         super().__post_init__()
         _check_gather_ratio(self.ratio, self.gather_ratio, self.exchange)
 
@@ -205,9 +218,29 @@ class TopK(Codec):
         """`Codec.piece`: k entries and their indices, or all elements if these cost no more."""
         k, index = part.numel, None
         if part.numel:
-            ratio = self.ratio_back if direction == "gather" else self.ratio
-            k, index = self._chosen(part, self.own.get(part.spec.name, ratio))
+            k, index = self._chosen(part, self._ratio_to(direction, part.spec.name))
         return Entries(part.spec, part.numel, part.gradient, part.first, k=k, index=index)
+
+    def ratio_of(self, name: str) -> float:
+        """`Method.ratio_of`."""
+        return self._ratio_to("direct", name)
+
+    def _ratio_to(self, direction: str, name: str) -> float:
+        ratio = self.ratio_back if direction == "gather" else self.ratio
+        share = self._shares.get(name, 1.0) if ratio < 1.0 else 1.0
+        return self.own.get(name, min(1.0, ratio * share))
+
+    @cached_property
+    def _shares(self) -> Mapping[str, float]:
+        """Factors of the ratio by tensor name, for tensors with another one than 1."""
+        decided = self.allocation if isinstance(self.allocation, tuple) else ()
+        return {name: 2.0 ** (j / 4) for name, j in decided if j}
+
+    def data_bytes(self, piece: Piece) -> int:
+        """`Codec.data_bytes`."""
+        assert isinstance(piece, Entries)
+        indices = coding.index_bytes(piece.index, piece.numel, piece.k)
+        return coding.value_bytes(self._kind_of(piece), piece.k) + indices
 
     def lay_out(self, pieces: Sequence[Any], at: int) -> tuple[list[Piece], int]:
         """`Codec.lay_out`: values of all tensors, then their indices by kind."""

@@ -27,7 +27,7 @@ from horovod_topk.core.state.named_state import NamedState
 from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY, converted
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import Method, Seeded, StateSpec, UpdateRule
+from horovod_topk.methods.protocol import UNIFORM, Method, Seeded, StateSpec, UpdateRule
 from horovod_topk.ops.tensorflow import Array, Buffer, Scaled, TensorFlowOps, joined
 from horovod_topk.tensorflow.collective import GraphTimer
 from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
@@ -126,6 +126,13 @@ class VariableState(State[Array]):
                 f"residuals={config.residuals!r} was given, and TensorFlow keeps residuals in "
                 "float32",
                 cure="Leave residuals= out, or train in PyTorch",
+            )
+        if config.allocation != UNIFORM:
+            raise ConfigError(
+                f"allocation={config.allocation!r} was given, and TensorFlow's graphs are traced "
+                "for fixed sizes of payloads",
+                cure="Leave allocation= out, and pass ratios by hand, as in ratio={'head*': 0.05, "
+                "'*': 0.01}; or train in PyTorch",
             )
         if config.guard is not None and config.guard.slower is not None:
             raise ConfigError(

@@ -50,9 +50,14 @@ class Rule:
     name: str  # "sgd", "adam" (and AdamW), or "own": the optimizer's own step
 
     @property
+    def is_linear(self) -> bool:
+        """`UpdateRule.is_linear`."""
+        return self.name == "sgd"
+
+    @property
     def normalises(self) -> bool:
         """Whether energies are followed: the update may divide by the root of a mean square."""
-        return self.name != "sgd"
+        return not self.is_linear
 
     @property
     def is_own(self) -> bool:

@@ -65,7 +65,10 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def workload(*, model: str, optimizer: str, **options: Any) -> Loop:
-    """A model with its options, for `horovod-topk compare --simulated`."""
+    """A model with its options, for `horovod-topk compare --simulated`.
+
+    optimizer: a key of `OPTIMIZERS`, "Muon and AdamW", or one that the model's own loop knows.
+    """
 
     class AnyOptimizer(LOOPS[model]):  # type: ignore[misc]
         def optimizer(self, model: nn.Module) -> Any:
@@ -73,5 +76,8 @@ def workload(*, model: str, optimizer: str, **options: Any) -> Loop:
                 return muon_and_adamw(model, self._lr)
             return OPTIMIZERS[optimizer](model.parameters(), lr=self._lr)
 
-    loop: Loop = AnyOptimizer(optimizer="adamw", **options)
+    is_own = optimizer in ("momentum", "nesterov", "adam", "adamw")
+    loop: Loop = (LOOPS[model] if is_own else AnyOptimizer)(
+        optimizer=optimizer if is_own else "adamw", **options
+    )
     return loop

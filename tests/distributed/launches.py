@@ -145,6 +145,7 @@ TORCH = named("torch", "alone", "nodes", "ddp")
 # The files that ask nothing of Horovod but its verbs, in ranks/over_torch.py; and DDP's own.
 DDP = (
     *(
+        "allocation",
         "as_simulated",
         "changes_alone",
         "checkpoint",

@@ -43,6 +43,7 @@ def test_the_defaults() -> None:
         "ratios": None,
         "residuals": "float32",
         "name": None,
+        "allocation": "uniform",
     }
 
 
@@ -71,7 +72,7 @@ def test_settings_are_frozen_and_compare_by_value() -> None:
 def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopK)]
     optional = {"momentum": 0.5, "nesterov": True, "follow_lr": True, "residuals": "int8"}
-    optional |= {"ratios": (("w", 1.0),)}
+    optional |= {"ratios": (("w", 1.0),), "allocation": "adaptive"}
     optional |= {"guard": Guard(), "schedule": ByGradient()}
     everything = TopK(clip_norm=1.0, warmup=100, **optional)
     assert list(everything.agreed()) == names
@@ -256,8 +257,8 @@ def test_a_ratio_that_the_method_has_not() -> None:
     assert message.endswith("Pass one number, such as ratio=0.1.")
 
 
-def test_users_see_fourteen_settings() -> None:
-    assert len(settings_of(TopK)) == 13  # and grad_scaler
+def test_users_see_fifteen_settings() -> None:
+    assert len(settings_of(TopK)) == 14  # and grad_scaler
 
 
 def test_a_keyword_like_no_other_gets_the_list() -> None:

@@ -16,7 +16,15 @@ from typing import Any
 from horovod_topk.core.plan import payload
 from horovod_topk.core.plan.payload import Layout
 from horovod_topk.errors import ConfigError, DuplicateNameError, UnsupportedDtypeError
-from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Method, Piece, TensorSpec, UpdateRule
+from horovod_topk.methods.protocol import (
+    RESIDUAL_DTYPE,
+    Codec,
+    Method,
+    Piece,
+    TensorSpec,
+    UpdateRule,
+    whole_bytes,
+)
 from horovod_topk.ops.coding import BLOCK
 
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of float32: large enough to amortise a negotiation
@@ -171,11 +179,19 @@ class Plan:
 
     def own_ratios(self) -> dict[str, float]:
         """Tensors with their own ratio, other than the plan's."""
-        own, names = self.config.own, [tensor.spec.name for tensor in self.tensors()]
+        usual, names = self.config.ratio, [tensor.spec.name for tensor in self.tensors()]
+        ratios = {name: self.config.ratio_of(name) for name in names}
+        return {name: ratio for name, ratio in ratios.items() if ratio != usual}
+
+    def bytes_of(self, names: Collection[str]) -> dict[str, int]:
+        """Bytes of some tensors in a gathered payload; empty for methods that gather none."""
+        config = self.config
+        if not isinstance(config, Codec):
+            return {}
         return {
-            name: own[name]
-            for name in names
-            if own.get(name, self.config.ratio) != self.config.ratio
+            piece.spec.name: whole_bytes(piece) if piece.whole else config.data_bytes(piece)
+            for piece in self.tensors()
+            if piece.spec.name in names
         }
 
     def summary(self) -> str:

@@ -12,11 +12,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.measures import EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.codec.momentum import check_dtypes
+from horovod_topk.core.control.allocation import Allocator, is_due
 from horovod_topk.core.exchange import Exchange, Storage, Traffic
 from horovod_topk.core.exchange.meeting import Meets
 from horovod_topk.core.exchange.probe import Probe, Probed
@@ -34,6 +35,7 @@ from horovod_topk.core.state.reshard import rescaling
 from horovod_topk.core.state.residual import STORED, Arenas, ResidualRegistry, Squares
 from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY
 from horovod_topk.errors import TopKError
+from horovod_topk.methods.protocol import Allocation
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -98,7 +100,8 @@ class StepRunner(State[Array]):
         guard = plan.config.guard
         self._sampled = WATCHED if guard is not None and guard.residual is not None else SAMPLED
         self._sampled = NARROW if self.saturates else self._sampled
-        self._level = plan.config.ratio, True, exchange
+        self._level = plan.config.ratio, True, exchange, self.allocation
+        self._allocator: Allocator | None = None  # once it was needed
         self._ranks = self.rank_and_ranks  # that the buckets' exchanges are built for
         self.step = self._new_step()
         self.frozen: Callable[[], Collection[str]] = tuple  # tensors whose learning rate is 0 now
@@ -247,6 +250,8 @@ class StepRunner(State[Array]):
         self._ended = now
         if committed:
             self.guard.time(seconds.cost, self.counter.committed)
+            if self.step.weighs:
+                self._allocate()
         known = flagged if whole else ()
         fell_back = self.decide(self.plan, self.arrived, known, committed=committed)
         ended = self.traffic(), flagged
@@ -291,10 +296,11 @@ class StepRunner(State[Array]):
             self._meet(self._meets, facts)
         if self.states_facts and self.plan.buckets:
             self._codec.measures.facts = {self.plan.buckets[0].ordinal: facts}
-        level = self.ratio, self._adapts, self._next_exchange
+        level = self.ratio, self._adapts, self._next_exchange, self.allocation
         if level != self._level or self.rank_and_ranks != self._ranks:
             self._switch_level(*level)
         self.step.samples = self.steps % self._sampled == 0
+        self.step.weighs = self.allocates and is_due(self.counter.committed + 1)
         self._numbers[VERDICT] = self.guard.tell()
         self.step.update_measures()
         if self._followers is not None:
@@ -324,7 +330,8 @@ class StepRunner(State[Array]):
         sends = self._next_exchange is self._usual
         if self._meets is None or not self._meets.in_order:
             return sends, self._probes
-        return sends, self._probes, self.ratio, self.counter.lineage, self.counter.asked
+        known = self.ratio, self.allocation, self.counter.lineage, self.counter.asked
+        return sends, self._probes, *known
 
     def _meet(self, meets: Meets, facts: bytes) -> None:
         """Meet all ranks, as this one is about to send something else than before.
@@ -350,7 +357,7 @@ class StepRunner(State[Array]):
         counter, rates = self.counter, 0
         if self.rates is not None:
             rates = digest_of_rates(self.rates.shared())
-        known = counter.lineage + self._left_out + self._probes
+        known = counter.lineage + self._left_out + self._probes + self._digest_of_allocation
         state = with_ratio(known, self.schedule.position(counter.asked))
         level = self.schedule.below_usual(self.ratio)
         number = pack(counter.committed, level, state, rates)
@@ -380,7 +387,21 @@ class StepRunner(State[Array]):
             self._dense = dense_beside(self._usual)
         return self._dense
 
-    def _switch_level(self, ratio: float, adapts: bool, exchange: Exchange[Array]) -> None:
+    def _allocate(self) -> None:
+        """Allocate bytes to tensors by the exchanged gradients of the step that has ended."""
+        squares = self.step.weights()
+        if self._allocator is None:
+            rule = self.update_rule
+            is_linear = rule is not None and rule.is_linear
+            self._allocator = Allocator(self._agreed, is_linear=is_linear)
+        if squares:
+            numbers = self._numbers_of(self._ops.joined([*squares.values()]))
+            found = self._allocator.allocate(dict(zip(squares, numbers, strict=True)))
+            self.allocation = self.allocation if found is None else found
+
+    def _switch_level(
+        self, ratio: float, adapts: bool, exchange: Exchange[Array], allocation: Allocation
+    ) -> None:
         """Switch to another ratio level, while no bucket is under way.
 
         A method's state keeps the layout that it has at the ratio of the settings.
@@ -389,11 +410,14 @@ class StepRunner(State[Array]):
             ratio: ratio of the level.
             adapts: whether the update depends on exchanges at this level.
             exchange: how gradients travel at this level.
+            allocation: which share of its elements each tensor sends.
         """
-        settings = self.schedule.settings(ratio)
+        settings, decided = self.schedule.settings(ratio), cast("Any", {"allocation": allocation})
+        if allocation:
+            settings = replace(settings, **decided)
         if exchange is not self._usual:
             settings = Whole.beside(settings)
-        self._level, self.exchange = (ratio, adapts, exchange), exchange
+        self._level, self.exchange = (ratio, adapts, exchange, allocation), exchange
         self._ranks = self.rank_and_ranks
         self.plan = self.plan.under(settings, self.update_rule if adapts else None)
         for registry in self._registries.values():

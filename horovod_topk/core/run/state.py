@@ -30,6 +30,7 @@ from horovod_topk.core.state.learning_rates import LARGEST, RATES, RateUnits, ra
 from horovod_topk.core.state.named_state import NamedState
 from horovod_topk.core.state.residual import Squares
 from horovod_topk.core.state.state_dict import (
+    ALLOCATION,
     ASKED,
     COMMITTED,
     DECISION,
@@ -40,6 +41,7 @@ from horovod_topk.core.state.state_dict import (
     RESIDUALS,
     SHARED,
     VELOCITY,
+    allocation_of,
     asked_of,
     check_can_apply,
     check_origin,
@@ -56,7 +58,7 @@ from horovod_topk.core.state.state_dict import (
     without,
 )
 from horovod_topk.errors import ConfigError, StateDictError
-from horovod_topk.methods.protocol import Method, UpdateRule
+from horovod_topk.methods.protocol import ADAPTIVE, Allocation, Method, UpdateRule
 from horovod_topk.ops import Ops
 
 log = logging.getLogger("horovod_topk")
@@ -86,6 +88,7 @@ class State(Counting[Array]):
         rates: learning rates for rescaling residuals; None: residuals are not rescaled.
         ranks_before: number of ranks in the last step; None: there was no step.
         guard: the guard, which may end compression.
+        allocation: which share of its elements each tensor sends; empty: all have the same ratio.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class State(Counting[Array]):
         self.update_rule = update_rule
         self.schedule, self.guard = Schedule(config), Watch(config.guard)
         self.counter: Counter = HostCounter() if counter is None else counter
+        self.allocation: Allocation = ()
         self.later: set[str] = set()
         self.rates: RateUnits | None = None
         self.ranks_before: int | None = None
@@ -178,6 +182,19 @@ class State(Counting[Array]):
         }
         numbers = () if measures is None else measures.get(VERDICT, ())
         return self.guard.end(self.ended + 1, numbers=numbers, **ending)
+
+    @property
+    def allocates(self) -> bool:
+        """Whether bytes are allocated to tensors in training."""
+        return self.config.allocation == ADAPTIVE
+
+    @property
+    def _digest_of_allocation(self) -> int:
+        return facts.digest_of([repr(self.allocation).encode()]) if self.allocation else 0
+
+    def _take_allocation(self, saved: Mapping[str, int]) -> None:
+        if self.allocates:
+            self.allocation = tuple(sorted(saved.items()))
 
     @property
     def saturates(self) -> bool:
@@ -333,6 +350,9 @@ class State(Counting[Array]):
         state.pop(GUARD, None)
         if self._remembered:
             state[GUARD] = list(self._remembered)
+        state.pop(ALLOCATION, None)
+        if self.allocation:
+            state[ALLOCATION] = dict(self.allocation)
         if self.rates is not None:
             for key, rates in self.rates.saved().items():
                 state[key] = {**rates_of(self._waiting, key), **rates}
@@ -348,6 +368,7 @@ class State(Counting[Array]):
         committed_of(state, 0)
         asked_of(state)
         decision_of(state)
+        allocation_of(state)
         guard_of(state)
         for key in (RATES, LARGEST):
             rates_of(state, key)
@@ -366,6 +387,7 @@ class State(Counting[Array]):
         self._left_out = facts.START
         self._ask(self.schedule.level(asked_of(state), self.counter.asked))
         self._take_decision(decision_of(state))
+        self._take_allocation(allocation_of(state))
         self._watch_on(guard_of(state), own=True)
         self.counter.committed = committed_of(state, self.counter.committed)
         self._begun += steps_of(state, self.ended) - self.ended
@@ -381,7 +403,8 @@ class State(Counting[Array]):
         """Bytes of all that a state dict has that has to be equal on all ranks."""
         memory = guard_of(state)[: len(COMMON)]
         rates = [rates_of(state, key) for key in (RATES, LARGEST)]
-        known = asked_of(state), [*decision_of(state)], [*memory], rates
+        allocated = [allocation_of(state)] if ALLOCATION in state else []
+        known = asked_of(state), [*decision_of(state)], [*memory], rates, *allocated
         yield json.dumps(known, sort_keys=True).encode()
         arrays = self.wrapped(state)
         for key in sorted(key for key in parts_of(state) if state[key].get(SHARED)):
@@ -395,11 +418,12 @@ class State(Counting[Array]):
     def shared_state(self) -> dict[str, Any]:
         """A state dict with the state that is equal on all ranks, and nothing else.
 
-        That is the method's, and learning rates.
+        That is the method's, the allocation, and learning rates.
         """
         shared = {key: self._packed(key) for key, p in self.parts.items() if p.facts.get(SHARED)}
         rates = {} if self.rates is None else self.rates.saved()
-        return self.unwrapped(pack_state(self.config.ratio, [], {}) | shared) | rates
+        allocated = {ALLOCATION: dict(self.allocation)} if self.allocation else {}
+        return self.unwrapped(pack_state(self.config.ratio, [], {}) | shared) | rates | allocated
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
         """Load the `shared_state` of another rank; a step under way is abandoned.
@@ -412,6 +436,7 @@ class State(Counting[Array]):
         self.about_to_change()
         shared = self.wrapped(state)
         self._take_on_shared(shared, self.specs().keys() - self.later, self.later)
+        self._take_allocation(allocation_of(state))
         self._shared = shared
 
     def _take_on_shared(
@@ -469,6 +494,7 @@ class State(Counting[Array]):
             part.reset()
         if self.rates is not None:
             self.rates.load({})
+        self.allocation = ()
         self.reset()
 
     def residual(self, name: str) -> Array:

@@ -20,6 +20,7 @@ from horovod_topk.ops.coding import value_bytes
 # Of the table that a `Stats` prints.
 COLUMNS = 100
 FIRST = 14  # columns of the names
+LISTED = 16  # tensors with ratios of their own
 SHOWN = 200  # letters of each warning
 WHOLE = ": sent dense"  # end of the reasons why a tensor is sent whole, inside a payload
 
@@ -92,6 +93,7 @@ class Stats:
     element_bytes: Mapping[str, float] = field(default_factory=dict)  # part of it -> an element's
     fallbacks: Mapping[str, int] = field(default_factory=dict)  # reason -> how often it fell back
     ratios: Mapping[str, float] = field(default_factory=dict)  # tensor -> ratio of its own
+    tensor_bytes: Mapping[str, int] = field(default_factory=dict)  # of those: bytes in a payload
     skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> why uncompressed
     lost_ranks: int = 0  # elastic jobs: number of ranks lost with their residuals
     lost_norm: float = 0.0  # elastic jobs: estimated norm of these residuals
@@ -224,6 +226,7 @@ def planned(plan: Plan, exchange: Exchange[Any]) -> Stats:
         elements=sum(tensor.numel for tensor in plan.tensors()),
         momentum=plan.config.momentum,
         ratios=plan.own_ratios(),
+        tensor_bytes=plan.bytes_of(plan.own_ratios()),
         **asdict(exchange.traffic(plan)),
     )
 
@@ -257,8 +260,9 @@ def _rows(stats: Stats) -> Iterator[tuple[str, str]]:
     total, dense = stats.total_sent_bytes, stats.total_dense_bytes
     yield "bytes so far", f"{total:,} sent by this rank, {_fewer(total, dense)}"
     whole = {name: why for name, why in stats.skipped.items() if why.endswith(WHOLE)}
-    own = _count(len(stats.ratios), "tensor") + " of another ratio" if stats.ratios else ""
-    yield "sent whole", "; ".join(filter(None, [_reasons(whole) or "no tensor", own]))
+    yield "sent whole", _reasons(whole) or "no tensor"
+    if stats.ratios:
+        yield "ratios", _ratios(stats)
     if rest := _reasons({k: why for k, why in stats.skipped.items() if k not in whole}):
         yield "by Horovod", rest
     yield "residual", _residual(stats)
@@ -303,6 +307,18 @@ def _reasons(tensors: Mapping[str, str]) -> str:
         else f"{names[0]!r}: {reason}"
         for reason, names in by_reason.items()
     )
+
+
+def _ratios(stats: Stats) -> str:
+    """Tensors that have their own ratio, the largest first, with their bytes a step."""
+    sizes = stats.tensor_bytes
+    each = [
+        f"{name} {ratio:.3g}" + (f" ({sizes[name]:,} bytes)" if name in sizes else "")
+        for name, ratio in sorted(stats.ratios.items(), key=lambda pair: -pair[1])
+    ]
+    if len(each) > LISTED:
+        each[LISTED // 2 : -(LISTED // 2)] = ["..."]
+    return ", ".join(each)
 
 
 def _late(late: Mapping[str, int]) -> str:

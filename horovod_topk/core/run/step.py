@@ -54,6 +54,7 @@ class StepBucket(Generic[Array]):
     measurable: bool = False  # whether arenas and payload still belong to one step
     measures: bool = False  # whether it has measures of its own arrays, computed in each step
     gradient: Any = None  # sum of squares of its gradients, in a sampled step
+    exchanged: Sequence[Array] = ()  # that of each exchanged gradient, in a weighed step
     follower: Follower[Array] | None = None  # if the optimizer's update depends on the exchange
     follower_states: Mapping[str, Arenas[Array]] = field(
         default_factory=dict
@@ -78,6 +79,7 @@ class Step(Generic[Array]):
             neither committed nor rolled back.
         stages: number of times that buckets have to advance before they can be finished.
         samples: whether the step that begins sums up squares, for `sample`.
+        weighs: whether the step that begins sums up squares of exchanged gradients, for `weights`.
         probe: exchanges one bucket dense beside this step now and then; None: there is no probe.
     """
 
@@ -96,7 +98,8 @@ class Step(Generic[Array]):
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._followers = followers
-        self._number, self.samples, self._timer = number, False, timer or StepTimer()
+        self._number, self._timer = number, timer or StepTimer()
+        self.samples = self.weighs = False
         self._sent_numbers: list[Any] = []  # the host's measures in the payloads; at first none
         self.probe: Probe[Array] | None = None
         self.sent: set[int] = set()
@@ -213,6 +216,7 @@ class Step(Generic[Array]):
         self.received.add(ordinal)
         if self.probe is not None:
             self.probe.finish(ordinal, targets, gain)
+        bucket.exchanged = [self._ops.square(each) for each in targets] if self.weighs else ()
         if bucket.follower is not None:
             message = self._codec.measures.tensor_numbers.pop(ordinal, None)
             bucket.follower.finish(targets, gain, self._exchange.ranks, message)
@@ -235,6 +239,14 @@ class Step(Generic[Array]):
             return []
         sums = [total_of(gradient), total_of(left)]
         return [*sums, total_of([sums[1], *regained])] if regained else sums
+
+    def weights(self) -> dict[str, Array]:
+        """Sums of squares of the exchanged gradients of a step with `weighs`, by tensor name."""
+        return {
+            tensor.spec.name: square
+            for bucket in self._buckets.values()
+            for tensor, square in zip(bucket.plan.gradients, bucket.exchanged, strict=False)
+        }
 
     def followers(self) -> Iterator[tuple[Follower[Array], bool]]:
         """Followers of the buckets of the last step, each with whether that step is committed."""

@@ -17,6 +17,7 @@ from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.core.state.learning_rates import LARGEST as LARGEST_RATES
 from horovod_topk.core.state.learning_rates import RATES
 from horovod_topk.errors import StateDictError
+from horovod_topk.methods.protocol import SHARES
 from horovod_topk.ops import Ops
 from horovod_topk.schedules import MEMORY
 
@@ -27,6 +28,7 @@ RESIDUALS = "residuals"  # key in a state dict: flat arrays by tensor name
 COMMITTED = "committed"  # key in a state dict: committed steps, also those before a checkpoint
 ASKED = "asked"  # key in a state dict: the ratio of the last `set_ratio`, if there was one
 GUARD = "guard"  # key in a state dict: what the guard remembers
+ALLOCATION = "allocation"  # key in a state dict: level of each tensor's share of the elements
 DECISION = "decision"  # key in a state dict: the schedule's last decision and its memory
 RELEASED = "released"  # key in a state dict: tensors that left the plan, without a residual
 STEPS = "steps"  # key in a saved shard: how many steps had ended
@@ -79,7 +81,7 @@ def joined(state: Mapping[str, Any], waiting: Mapping[str, Any]) -> dict[str, An
     state: the state dict whose other entries take precedence.
     """
     result = {**waiting, **state}
-    for key in {"shapes", RESIDUALS, RATES, LARGEST_RATES} & set(result):
+    for key in {"shapes", RESIDUALS, RATES, LARGEST_RATES, ALLOCATION} & set(result):
         result[key] = {**state.get(key, {}), **waiting.get(key, {})}
     for key in parts_of(state):
         if key in waiting:
@@ -171,7 +173,8 @@ def _may_be(theirs: str, mine: str, state: Mapping[str, Any], own: Mapping[str, 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     result = dict(state)
-    for key in ("shapes", "tensors", RESIDUALS, RATES, LARGEST_RATES, RELEASED, VARIABLES):
+    by_name = RESIDUALS, RATES, LARGEST_RATES, ALLOCATION
+    for key in ("shapes", "tensors", *by_name, RELEASED, VARIABLES):
         if isinstance(each := state.get(key), Mapping):
             result[key] = {names.get(name, name): value for name, value in each.items()}
         elif _are_names(each):
@@ -182,7 +185,7 @@ def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
 def without(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """A state dict without some tensors."""
     result = dict(state)
-    for key in {"shapes", RESIDUALS} & set(state):
+    for key in {"shapes", RESIDUALS, ALLOCATION} & set(state):
         result[key] = {name: each for name, each in state[key].items() if name not in names}
     return result | {key: without(state[key], names) for key in parts_of(state)}
 
@@ -454,6 +457,20 @@ def decision_of(state: Mapping[str, Any]) -> Sequence[float]:
         limits = f"which is not a list of {MEMORY + 1} finite numbers at most"
         raise refused(f"a schedule decided {decision!r}, {limits}")
     return decision
+
+
+def allocation_of(state: Mapping[str, Any]) -> Mapping[str, int]:
+    """The level of each tensor's share of the elements in a state dict; empty: none is decided.
+
+    Raises:
+        StateDictError: the entry is not a mapping from names to levels.
+    """
+    levels = state.get(ALLOCATION, {})
+    is_mapping = isinstance(levels, Mapping) and all(isinstance(name, str) for name in levels)
+    if not (is_mapping and all(type(j) is int and j in SHARES for j in levels.values())):
+        limits = f"which are no levels from {SHARES[0]} to {SHARES[-1]} by tensor name"
+        raise refused(f"tensors were allocated {levels!r:.80}, {limits}")
+    return {**levels}
 
 
 def are_numbers(value: object) -> TypeGuard[list[float]]:

@@ -64,11 +64,16 @@ def set_rate(job: Training, saved: dict[str, Any]) -> None:
     job.optimizer.param_groups[0]["lr"] = 0.05
 
 
+def allocate(job: Training, saved: dict[str, Any]) -> None:
+    job.state._state.allocation = (("weight", 3),)
+
+
 # What a rank does after five steps; what every rank says; whether ranks under DDP meet first.
 ACTS: dict[str, tuple[Callable[[Training, dict[str, Any]], None], str, bool]] = {
     "set_ratio": (lambda job, _: job.state.set_ratio(1.0), "the ratio of this step", True),
     "load": (load, STEPS, True),
     "reset": (lambda job, _: job.state.reset(), STATE, True),
+    "allocate": (allocate, STATE, True),
     "rate": (set_rate, "learning rates", False),
     "exchange without a step": (lambda job, _: job.exchange(), STEPS, False),
 }
