@@ -76,7 +76,7 @@ def test_a_run_is_scored_at_even_distances_and_repeats_to_the_bit() -> None:
     assert 0 < 20 * first.sent_bytes < first.dense_bytes
 
 
-@pytest.mark.parametrize("more", ["", ", momentum=0"])
+@pytest.mark.parametrize("more", [", warmup=None", ", warmup=None, momentum=0"])
 def test_ratios_by_hand_count(more: str) -> None:
     usual = run(f"TopKEF(ratio=0.01{more})").sent_bytes
     larger = run(f"TopKEF(ratio={{'*.weight': 0.1, '*': 0.01}}{more})").sent_bytes
