@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,36 +112,6 @@ def _counted_by(model: Any) -> tuple[int, int] | None:
         return facts["num_parameter_tensors"], facts["total_parameter_size_bytes"]
     except KeyError:
         return None
-
-
-def check_optimizers(optimizers: Sequence[Any], names: Mapping[Tensor, str]) -> None:
-    """Refuse optimizers whose parameters are not the model's trained parameters, each once.
-
-    names: name of each parameter that the model trains.
-
-    Raises:
-        ConfigError: a parameter is missing in the optimizers or in the model, or is in two of them.
-    """
-    stepped: dict[Tensor, Any] = {}
-    for optimizer in optimizers:
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if p in names and stepped.get(p, optimizer) is not optimizer:
-                kinds = type(stepped[p]).__name__, type(optimizer).__name__
-                raise ConfigError(
-                    f"{kinds[0]} has it, and {kinds[1]} beside it",
-                    tensor=names[p],
-                    cure="Give each parameter to one optimizer of the list",
-                )
-            stepped[p] = optimizer
-    missing = next((name for p, name in names.items() if p not in stepped), None)
-    if missing is not None or any(p.requires_grad and p not in names for p in stepped):
-        raise ConfigError(
-            "the optimizer has not all parameters that the model trains, or has others",
-            tensor=missing,
-            cure="Attach all optimizers of a model at once, as a list: "
-            "TopKEF().attach(model, [muon, adamw]). Set requires_grad=False for what is not "
-            "trained before the model is distributed",
-        )
 
 
 def check_inherits(before: Method, config: Method, changed: Collection[str]) -> None:

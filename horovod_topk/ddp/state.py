@@ -35,10 +35,11 @@ from horovod_topk import reporting
 from horovod_topk.core.exchange.selection import check_owners
 from horovod_topk.core.run.attached import Attached
 from horovod_topk.ddp.hooks import Hooks
-from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_optimizers, check_trained
+from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_trained
 from horovod_topk.errors import ConfigError, NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.gradients import Slot
+from horovod_topk.torch_training.in_backward import check_optimizers
 from horovod_topk.torch_training.optimizer_settings import check_has_hooks
 from horovod_topk.torch_training.state import TrainingCompressor, TrainingState, inherit
 from horovod_topk.torch_training.tracing import untraced
@@ -209,13 +210,7 @@ class DDPState(TrainingState):
             if slot.has_fired:
                 hooks.buckets.check_none_waits()
         elif hooks.buckets.add(slot, gradient, gradient):
-            self._launch(hooks, slot.ordinal)
-
-    def _launch(self, hooks: Hooks, ordinal: int) -> None:
-        gradients = hooks.buckets.ready(ordinal)
-        if hooks.preprocessing is not None:
-            hooks.preprocess(ordinal, gradients)
-        hooks.compressor.launch(ordinal, gradients)
+            hooks.launch(slot.ordinal)
 
     def _end_backward(self) -> None:
         """Finish exchanges at the end of backward.
@@ -234,7 +229,9 @@ class DDPState(TrainingState):
         """Write exchanged gradients to DDP's buckets, and complete the futures DDP waits for."""
         with self._failing_later(), reporting.waiting():
             for hooks in self._taking_part if self._failed is None else ():
-                self._decode(hooks)
+                hooks.receive()
+                if not any(slot.has_fired for slot in hooks.buckets.slots.values()):
+                    self._untouched[hooks] = hooks.buckets.present()
         futures = self._futures
         if self._failed is not None:
             self._drop_step()
@@ -244,15 +241,6 @@ class DDPState(TrainingState):
         for future, buffer in futures:
             future.set_result(buffer)
         Variable._execution_engine.queue_callback(self._handed_out)
-
-    def _decode(self, hooks: Hooks) -> None:
-        by, buckets = hooks.preprocessing, hooks.buckets
-        gain = 1.0 if by is None else by.gain(hooks.optimizer())
-        for ordinal in [bucket.ordinal for bucket in hooks.compressor.plan.buckets]:
-            hooks.compressor.step.finish(ordinal, buckets.ready(ordinal), gain)
-            buckets.note_exchanged(ordinal)
-        if not any(slot.has_fired for slot in buckets.slots.values()):
-            self._untouched[hooks] = buckets.present()
 
     @untraced
     @torch.no_grad()

@@ -54,9 +54,15 @@ def plan_of(
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """The core's description of a parameter or gradient."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, tuple(tensor.shape), dtype, str(tensor.device))
+    """The core's description of this rank's part of a parameter or gradient."""
+    own = local(tensor)
+    dtype = str(own.dtype).removeprefix("torch.")
+    return TensorSpec(name, tuple(own.shape), dtype, str(own.device))
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a `torch.distributed.tensor.DTensor`; other objects as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 @dataclass(slots=True)
@@ -87,9 +93,15 @@ class Slot:
         self.exchanged: ReadyGradient | None = None  # from then on until the optimizer's step
         self.has_fired = False  # whether backward has added to its gradient since the last exchange
 
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the parameter's gradient."""
+        found: Tensor | None = local(self.parameter.grad)
+        return found
+
     def is_still(self, seen: ReadyGradient) -> bool:
         """Whether the parameter's gradient is the one that was seen, not written to since."""
-        gradient = self.parameter.grad
+        gradient = self.gradient
         return (
             gradient is seen.owner
             and gradient._version == seen.version
@@ -124,14 +136,15 @@ class Slot:
         p, seen = self.parameter, self.exchanged
         assert seen is not None
         if not self.has_fired and p.requires_grad and bool(torch.any(seen.dense)):
-            p.grad = torch.empty_like(p).copy_(seen.dense)
+            p.grad = torch.empty_like(p)
+            local(p.grad).copy_(seen.dense)
         self.exchanged, self.has_fired = None, False
-        if p.grad is not None:
-            self.exchanged = ReadyGradient(p.grad, p.grad, p.grad._version, p.grad.data_ptr())
+        if (own := self.gradient) is not None:
+            self.exchanged = ReadyGradient(own, own, own._version, own.data_ptr())
 
     def present(self) -> tuple[Any, int]:
         """As in `Buckets.present`."""
-        gradient = self.parameter.grad
+        gradient = self.gradient
         if gradient is None:
             return 0, 0
         is_view = self.exchanged is not None and gradient.data_ptr() == self.exchanged.address
@@ -139,7 +152,7 @@ class Slot:
 
     def writes(self) -> int:
         """Number of times that the exchanged gradient was written to since; `REPLACED`."""
-        gradient, exchanged = self.parameter.grad, self.exchanged
+        gradient, exchanged = self.gradient, self.exchanged
         if gradient is None or exchanged is None or gradient is not exchanged.owner:
             return REPLACED
         return gradient._version - exchanged.version
@@ -164,7 +177,7 @@ class Slot:
 
         A gradient of zeros does not count: there may be nothing to apply.
         """
-        gradient, exchanged = self.parameter.grad, self.exchanged
+        gradient, exchanged = self.gradient, self.exchanged
         if exchanged is None or gradient is not exchanged.owner:
             return False
         return _is_nonzero(gradient)
@@ -318,7 +331,7 @@ class Buckets:
                     raise _changed(slot)
                 continue
             slot.check_not_exchanged()
-            gradient = slot.parameter.grad
+            gradient = slot.gradient
             if gradient is None or not gradient.is_sparse:
                 slot.check_matches(slot.parameter if gradient is None else gradient)
 
@@ -384,9 +397,9 @@ def any_applied(slots: Iterable[Slot]) -> bool:
     `hvd.broadcast_optimizer_state` steps.
     """
     exchanged = [slot for slot in slots if slot.exchanged is not None]
-    if any(s.exchanged and s.parameter.grad is s.exchanged.owner for s in exchanged):
+    if any(s.exchanged and s.gradient is s.exchanged.owner for s in exchanged):
         return True
-    found = (slot.parameter.grad for slot in exchanged)
+    found = (slot.gradient for slot in exchanged)
     return any(_is_nonzero(gradient) for gradient in found if gradient is not None)
 
 
@@ -398,12 +411,12 @@ def _zeroed(slots: Sequence[Slot]) -> set[Slot]:
     """
     writes = {slot: slot.writes() for slot in slots}
     least = min(writes.values(), default=0)
-    if least and not any(_is_nonzero(slot.parameter.grad) for slot in slots):
+    if least and not any(_is_nonzero(slot.gradient) for slot in slots):
         return set(slots)
     odd = [slot for slot, count in writes.items() if count > least]
     if not odd:
         return set()
-    elements = [_elements(slot.parameter.grad) for slot in odd]
+    elements = [_elements(slot.gradient) for slot in odd]
     flags = torch.stack([torch.any(each).to(elements[0].device) for each in elements])
     return {slot for slot, has_any in zip(odd, flags.tolist(), strict=True) if not has_any}
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk.core.run.runner import StepRunner
+from horovod_topk.torch_training.gradients import local
 from horovod_topk.torch_training.optimizer_settings import momentum_of, number_of
 from horovod_topk.torch_training.updates import Updates, applied_gradient, applies_nothing
 from horovod_topk.updates import formulas
@@ -70,12 +71,12 @@ class OwnSteps:
                 own = None if p.grad is None else arrived.get(self._names.get(p, ""))
                 if own is not None:
                     gradient = applied_gradient(optimizer, p)
-                    self._found.append(_own_step(p, gradient, group, *own))
+                    self._found.append(_own_step(local(p), gradient, group, *own))
                     if self._family.has_mean:
                         self._move_mean(self._found[-1], optimizer.state.get(p, {}), group)
 
     def _move_mean(self, each: OwnStep, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-        mean, beta1 = state.get("exp_avg", state.get("state1")), momentum_of(group)
+        mean, beta1 = local(state.get("exp_avg", state.get("state1"))), momentum_of(group)
         is_float = isinstance(mean, Tensor) and mean.is_floating_point()  # bitsandbytes: or uint8
         if mean is not None and is_float and mean.shape == each.weight.shape and beta1:
             each.mean, each.mean_before = mean, mean.clone()

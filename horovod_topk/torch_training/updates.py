@@ -18,6 +18,7 @@ from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.errors import ConfigError
 from horovod_topk.ops.coding import ALWAYS
+from horovod_topk.torch_training.gradients import local
 from horovod_topk.torch_training.optimizer_settings import betas_of, not_a_number, number_in
 from horovod_topk.updates import formulas
 from horovod_topk.updates.formulas import Adam, Sgd
@@ -39,7 +40,8 @@ class Updates:
         self._names, self._compressor = names, compressor
         self._is_new, self._was_dense = True, False  # before the first step; after a dense one
         # Of the step that has begun:
-        self._found: list[tuple[Mapping[str, Any], Update]] = []  # with parameter groups
+        # Parameter group, parameter, and update of this rank's part of it.
+        self._found: list[tuple[Mapping[str, Any], Tensor, Update]] = []
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters, and their gradients
         self._whole: list[Tensor] = []  # codes of tensors that the optimizer updates by itself
         self._is_dense = False
@@ -65,10 +67,10 @@ class Updates:
             if known:
                 make = _adam_of if normalises else _sgd_of
                 made = make(optimizer, group, known, [arrived[self._names[p]] for p in known])
-                self._found += [(group, each) for each in made]
+                self._found += [(group, *pair) for pair in zip(known, made, strict=False)]
         if not step.flagged and not normalises:
             self._is_dense = not (arrived or self._whole or elastic())
-        self._hide(each.weight for _, each in self._found)
+        self._hide(p for _, p, _ in self._found)
 
     def _hide(self, parameters: Iterable[Tensor]) -> None:
         for p in parameters:
@@ -96,14 +98,14 @@ class Updates:
         for codes in whole:
             codes.fill_(ALWAYS)
         if found and not _normalises(optimizer):
-            self._continue_dense(optimizer, [each for _, each in found])
-        for group, each in found:
-            each.moments = _moments_of(optimizer, group, each)
+            self._continue_dense(optimizer, [pair for _, *pair in found])
+        for group, p, each in found:
+            each.moments = _moments_of(optimizer.state[p], group, p, each)
         if found:
             if _normalises(optimizer):
-                steps: Any = [optimizer.state[each.weight]["step"] for _, each in found]
+                steps: Any = [optimizer.state[p]["step"] for _, p, _ in found]
                 torch._foreach_add_(steps, 1)
-            update([each for _, each in found])
+            update([each for _, _, each in found])
 
     def _arrived(self) -> Iterator[tuple[str, tuple[Tensor, Tensor | None, float]]]:
         """Codes of phi, Adam's damping and SGD's cut of the last step, by tensor name."""
@@ -122,14 +124,14 @@ class Updates:
                     decay = compressor.decay(name) if name in follower.selecting else 0.0
                     yield name, (each, None, formulas.cut_of(decay))
 
-    def _continue_dense(self, optimizer: Any, updates: Sequence[Update]) -> None:
+    def _continue_dense(self, optimizer: Any, updates: Sequence[Sequence[Any]]) -> None:
         """Have phi begin at 1 where a momentum buffer is that of dense steps.
 
         A rank that joins an elastic job later has what the others have.
         """
         is_new = self._is_new and not (elastic() and self._compressor.counter.committed)
-        for each in updates if is_new or self._was_dense else ():
-            buffer = optimizer.state.get(each.weight, {}).get("momentum_buffer")
+        for p, each in updates if is_new or self._was_dense else ():
+            buffer = local(optimizer.state.get(p, {}).get("momentum_buffer"))
             moves = buffer is not None and bool(buffer.any())
             if moves and (self._was_dense or not bool(each.codes.any())):
                 each.codes.fill_(ALWAYS)
@@ -150,7 +152,7 @@ def moments(optimizer: Any, names: Mapping[Any, str]) -> dict[str, Moments]:
         for p in group["params"]:
             name = names.get(p)
             if name is not None:
-                squares = optimizer.state.get(p, {}).get("exp_avg_sq")
+                squares = local(optimizer.state.get(p, {}).get("exp_avg_sq"))
                 found[name] = Moments(beta2, squares)
     return found
 
@@ -192,12 +194,12 @@ def _adam_of(
 def _of(optimizer: Any, group: Mapping[str, Any], p: Any, arrived: Any, numbers: Any) -> Update:
     codes, damping, _ = arrived
     gradient = applied_gradient(optimizer, p)
-    return Update(p, gradient, bool(group.get("maximize")), codes, damping, numbers)
+    return Update(local(p), gradient, bool(group.get("maximize")), codes, damping, numbers)
 
 
 def applied_gradient(optimizer: Any, p: Any) -> Any:
     """A parameter's gradient as the optimizer applies it: dense, and without the loss's scale."""
-    gradient, scale = p.grad, getattr(optimizer, "grad_scale", None)
+    gradient, scale = local(p.grad), getattr(optimizer, "grad_scale", None)
     if gradient.is_sparse:  # Horovod makes it so again after a dense exchange
         gradient = gradient.to_dense()
     # A GradScaler leaves unscaling to a fused step.
@@ -217,13 +219,14 @@ def _counts(optimizer: Any, parameters: Sequence[Any]) -> list[int]:
     return [int(step) for step in steps]
 
 
-def _moments_of(optimizer: Any, group: Mapping[str, Any], each: Update) -> list[Tensor]:
+def _moments_of(
+    state: dict[str, Any], group: Mapping[str, Any], p: Tensor, each: Update
+) -> list[Tensor]:
     """The optimizer's moments of a tensor, and its step: made as the optimizer makes them."""
-    state, p = optimizer.state[each.weight], each.weight
     if isinstance(each.numbers, Sgd):
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = torch.zeros_like(p)
-        return [state["momentum_buffer"]]
+        return [local(state["momentum_buffer"])]
     if "step" not in state:
         on_device = group.get("capturable") or group.get("fused")
         wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
@@ -233,7 +236,7 @@ def _moments_of(optimizer: Any, group: Mapping[str, Any], each: Update) -> list[
     for key in keys:
         if key not in state:
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    return [state[key] for key in keys]
+    return [local(state[key]) for key in keys]
 
 
 def _normalises(optimizer: Any) -> bool:

@@ -259,6 +259,16 @@ ROOMS = {
         "horovod_topk.guard",
         "horovod_topk.errors",
     },
+    "fsdp": {
+        "horovod_topk.methods",
+        "horovod_topk.reporting",
+        "torch",
+        "horovod_topk.torch_training",
+        "horovod_topk.core",
+        "horovod_topk.ops.torch",
+        "horovod_topk.guard",
+        "horovod_topk.errors",
+    },
     "torch": {
         "horovod_topk.methods",
         "horovod_topk.reporting",
@@ -328,8 +338,9 @@ def test_the_command_loads_no_framework() -> None:
     assert loaded_frameworks(f"import horovod_topk.cli, {', '.join(names)}") == set()
 
 
-def test_ddp_needs_no_horovod() -> None:
-    assert loaded_frameworks("import horovod_topk.ddp") <= {"torch", "numpy"}
+@pytest.mark.parametrize("adapter", ["ddp", "fsdp"])
+def test_adapters_of_torch_alone_need_no_horovod(adapter: str) -> None:
+    assert loaded_frameworks(f"import horovod_topk.{adapter}") <= {"torch", "numpy"}
 
 
 @pytest.mark.parametrize("module", ["core/plan/buckets.py", "errors.py"])

@@ -1,0 +1,119 @@
+"""Compressors for models that FSDP2 has sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from horovod_topk.core.exchange.agreement import agree_on_nothing
+from horovod_topk.core.run.attached import ByHorovod
+from horovod_topk.core.run.base_compressor import on_class_too
+from horovod_topk.core.run.substitute import horovods
+from horovod_topk.errors import ConfigError, NotAttachedError
+from horovod_topk.fsdp.refusals import check_model, group_of
+from horovod_topk.fsdp.state import FSDPState
+from horovod_topk.methods.topk import Presets, TopK
+from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch_training.collective import GroupCollective
+from horovod_topk.torch_training.state import TrainingCompressor
+
+_STATES: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+class Compressor(TrainingCompressor):
+    """A compression method for the gradients of FSDP2 between nodes; each subclass has one.
+
+    `attach(model, optimizer, between=mesh["replicate"])` compresses a model's gradients;
+    `.of(model)` returns its state.
+
+    A rank compresses its shard of each gradient, in the parameter's dtype, once FSDP2 has added it
+    up within the node. Its residual is as large as the shard.
+
+    Raises:
+        ConfigError, UnknownSettingError: a setting is out of its range, does not fit another one,
+            or does not exist.
+
+    Example:
+        >>> fully_shard(model, mesh=mesh["shard"])
+        >>> TopKEF().attach(model, optimizer, between=mesh["replicate"])
+    """
+
+    adapter = "fsdp"
+
+    @on_class_too
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        between: DeviceMesh | dist.ProcessGroup,
+        groups: Sequence[Sequence[Any]] | None = None,
+    ) -> None:
+        """Compress a model's gradients. Call it on every rank, before the first backward.
+
+        Args:
+            model: the root module that `fully_shard` has sharded over a mesh of one dimension.
+            optimizer: the optimizer of all parameters that the model trains, and of no others; or
+                a list of optimizers that have each of these parameters once.
+            between: the mesh of one dimension, or the process group, of the ranks that have the
+                same shard.
+            groups: lists of parameters that are compressed and sent together. Others fill buckets
+                of 25 MiB, from the last parameter to the first.
+
+        Raises:
+            ConfigError, UnsupportedOperationError: model, mesh, optimizer and settings cannot be
+                combined.
+            PlanMismatchError: ranks have different models or settings.
+        """
+        check_model(model, _STATES.get(model))
+        group = group_of(between, model)
+        if self.asked(self) is None and (name := horovods()):
+            if group.size() > 1:
+                agree_on_nothing(name, TorchOps(), GroupCollective(group))
+            raise ConfigError(
+                f"{name} was asked for by an environment variable, and FSDP2 sends nothing between "
+                "nodes by itself",
+                cure="Leave HOROVOD_TOPK_COMPRESSION out, or name a compressor such as Dense",
+            )
+        optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        _STATES[model] = state = FSDPState(model, optimizers, self, group, groups)
+        self.attached(state)
+
+    @staticmethod
+    def compress(*arguments: Any) -> NoReturn:
+        """Refuse to serve Horovod.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a compressor of horovod_topk.fsdp was passed to Horovod",
+            cure="For hvd.DistributedOptimizer write from horovod_topk.torch import TopKEF",
+        )
+
+    @staticmethod
+    def of(model: nn.Module | None = None) -> FSDPState:
+        """Return the error-feedback state of a model.
+
+        Raises:
+            NotAttachedError: no compressor is attached to it.
+        """
+        found: FSDPState | None = None if model is None else _STATES.get(model)
+        if found is not None:
+            return found
+        if name := horovods():
+            return ByHorovod(name, "torch")  # type: ignore[return-value]
+        raise NotAttachedError(
+            f"no compressor is attached to this {type(model).__name__}",
+            cure="Call TopKEF().attach(model, optimizer, between=mesh['replicate']), and pass the "
+            "same model",
+        )
+
+
+class TopKEF(Compressor, Presets, method=TopK):
+    """Documented by `core.run.base_compressor.documentation`."""

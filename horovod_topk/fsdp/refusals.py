@@ -1,0 +1,88 @@
+"""Models and meshes whose gradients cannot be compressed between the nodes of FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from horovod_topk.errors import ConfigError
+
+MESH = 'Pass fully_shard(module, mesh=mesh["shard"]), and TopKEF the other dimension, between='
+
+
+def check_model(model: Any, attached: object) -> None:
+    """Refuse a model whose gradients FSDP2 does not leave to the compressor.
+
+    attached: the state of a compressor that is attached to it already, or None.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    if isinstance(model, Optimizer):
+        cure = "Pass the model first, and then the optimizer"
+        raise ConfigError(f"the model is an optimizer, {type(model).__name__}", cure=cure)
+    if not isinstance(model, FSDPModule):
+        raise ConfigError(
+            f"fully_shard was not called with this {type(model).__name__}",
+            cure="Pass the root module, after fully_shard(model, mesh=mesh['shard']). "
+            "DistributedDataParallel is for horovod_topk.ddp",
+        )
+    if attached is not None:
+        raise ConfigError(
+            "a compressor is attached to this model already",
+            cure="Attach it once, after the optimizer is built; several optimizers as a list",
+        )
+    module: Any = model  # an FSDPModule is a Module
+    for name, p in module.named_parameters():
+        mesh = getattr(p, "device_mesh", None)
+        if not p.requires_grad:
+            continue
+        if mesh is None:
+            raise ConfigError(
+                "fully_shard has not sharded it, and its gradients are of each rank alone",
+                tensor=name,
+                cure="Leave ignored_params= out, or set its requires_grad to False",
+            )
+        if mesh.ndim > 1:
+            raise ConfigError(
+                f"it is sharded over a mesh of {mesh.ndim} dimensions, so that PyTorch itself adds "
+                "gradients up between nodes",
+                tensor=name,
+                cure=MESH,
+            )
+
+
+def group_of(between: Any, model: nn.Module) -> dist.ProcessGroup:
+    """The process group of the ranks that have the same shard of a model.
+
+    Raises:
+        ConfigError: it is neither a mesh of one dimension nor a process group, or has other ranks
+            with which FSDP2 shards the model.
+    """
+    if isinstance(between, DeviceMesh):
+        if between.ndim != 1:
+            raise ConfigError(
+                f"between= is a mesh of {between.ndim} dimensions",
+                cure='Pass one dimension, such as between=mesh["replicate"]',
+            )
+        between = between.get_group()
+    if not isinstance(between, dist.ProcessGroup):
+        raise ConfigError(
+            f"between={between!r:.60} is neither a mesh nor a process group",
+            cure='Pass between=mesh["replicate"], the dimension that fully_shard did not get',
+        )
+    ranks = {*dist.get_process_group_ranks(between)} - {dist.get_rank()}
+    for name, p in model.named_parameters():
+        mesh: Any = getattr(p, "device_mesh", None)
+        if mesh is not None and (shared := ranks & {*mesh.mesh.flatten().tolist()}):
+            raise ConfigError(
+                f"FSDP2 shards it among ranks that between= has too, such as {min(shared)}",
+                tensor=name,
+                cure='Pass the dimension that fully_shard did not get, between=mesh["replicate"]',
+            )
+    return between

@@ -1,0 +1,222 @@
+"""Error feedback of one FSDP2 model: it exchanges shards of gradients between nodes.
+
+FSDP2 reduces gradients within a node and writes each rank's shard to `p.grad`, unit by unit, while
+backward goes on. It then calls the parameter's post-accumulate hooks. Buckets are sent in the
+plan's order once they are complete, and are received at the end of backward. A parameter that gets
+no gradient holds its bucket until then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.autograd import Variable
+
+from horovod_topk import reporting
+from horovod_topk.core.exchange.selection import check_owners
+from horovod_topk.errors import RepeatedSynchronizeError, UnsupportedOperationError
+from horovod_topk.torch_training.collective import GroupCollective
+from horovod_topk.torch_training.gradients import Slot
+from horovod_topk.torch_training.in_backward import BackwardHooks, Refusals, check_optimizers
+from horovod_topk.torch_training.onebit_adam import OneBitAdam
+from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
+from horovod_topk.torch_training.tracing import untraced
+
+SYNC = (
+    "Call set_requires_gradient_sync(True) on the model before a step's last backward(), and "
+    "zero_grad() after the step"
+)
+ACCUMULATE = (
+    "Call set_requires_gradient_sync(False) on the model before all but a step's last backward(), "
+    "and zero_grad() after the step"
+)
+
+
+class Hooks(BackwardHooks):
+    """Step hooks that refuse gradients which were not exchanged between nodes."""
+
+    refusals = Refusals(
+        never=("step() was called, and no backward() of the model has run", SYNC),
+        local=("step() was called on gradients of this node alone", SYNC),
+        not_now=(
+            "step() was called on gradients that were not exchanged, or were applied already",
+            SYNC,
+        ),
+        incomplete=(
+            "it has no gradient, and step() was called on others that were not exchanged",
+            SYNC,
+        ),
+    )
+
+
+class FSDPState(TrainingState):
+    """State of one model's compression between nodes, as `TopKEF.of(model)` returns it.
+
+    Args:
+        model: the root module.
+        optimizers: the optimizers of its parameters.
+        compressor: the compressor with the settings.
+        group: the ranks that have the same shard.
+        groups: lists of parameters that are sent together.
+    """
+
+    hooks = Hooks
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        compressor: TrainingCompressor,
+        group: dist.ProcessGroup,
+        groups: Sequence[Sequence[Tensor]] | None = None,
+    ) -> None:
+        names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        label = f"a {type(model).__name__} with {len(names)} sharded parameters"
+        super().__init__(optimizers, SimpleNamespace(included=lambda: True, size=group.size), label)
+        self._root: Any = weakref.ref(model)
+        self._units: dict[int, Any] = {}  # FSDP's group of each parameter, by id
+        self._slots: dict[int, tuple[BackwardHooks, Slot]] = {}  # by the parameter's id
+        self._next: dict[BackwardHooks, int] = {}  # buckets that were sent in this backward
+        self._failed: BaseException | None = None  # to be raised at the end of backward
+        check_optimizers(optimizers, names)
+        self._check_methods(optimizers)
+        if not self.active:
+            for optimizer in optimizers:
+                self._leave(optimizer, compressor.config)
+            return
+        each: list[Any] = []
+        for optimizer in optimizers:
+            made = optimizer, names, compressor, GroupCollective(group), "average"
+            each.append(self._hooks_for(*made, groups or (), each))
+        check_owners([hooks.compressor.exchange for hooks in each])
+        for hooks, optimizer in zip(each, optimizers, strict=True):
+            hooks.is_registered = lambda: True
+            self._watch(hooks, optimizer, ())
+        self._slots = {i: (hooks, s) for hooks in each for i, s in hooks.buckets.slots.items()}
+        self._use(*each)
+        handles = [p.register_post_accumulate_grad_hook(self._ready) for p in names]
+        self._handles = [*handles, model.register_forward_pre_hook(self._before_forward)]
+
+    @staticmethod
+    def _check_methods(optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            if isinstance(optimizer, OneBitAdam):
+                raise UnsupportedOperationError(
+                    f"{type(optimizer).__name__} exchanges its momentum, and FSDP2 has sharded it",
+                    cure="Use AdamW with TopKEF, or DistributedDataParallel",
+                )
+
+    def detach(self) -> None:
+        """As `TrainingState.detach`."""
+        super().detach()
+        for handle in getattr(self, "_handles", ()):
+            handle.remove()
+
+    @untraced
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """Drop what a backward that has raised has left, and note gradients zeroed in place."""
+        if not torch.is_grad_enabled():
+            return
+        if self._next:
+            self._drop_step()
+        for _, slot in self._slots.values():
+            seen = slot.exchanged
+            if seen is not None and slot.gradient is seen.owner and not slot.waits():
+                slot.exchanged = None
+
+    @untraced
+    @torch.no_grad()
+    def _ready(self, p: Any) -> None:
+        """Note a parameter's gradient, which FSDP2 has just written or added to."""
+        if not self._reduces(p):
+            return
+        hooks, slot = self._slots[id(p)]
+        if not self._next:
+            self._next = {each: 0 for each, _ in self._slots.values()}
+            Variable._execution_engine.queue_callback(self._finish)
+        with self._failing_later():
+            hooks.check_is_alive()
+            slot.has_fired = True
+            gradient = slot.gradient
+            assert gradient is not None
+            if slot.exchanged is not None and gradient is slot.exchanged.owner:
+                raise RepeatedSynchronizeError(
+                    "its gradient was exchanged already, and another one was added to it",
+                    tensor=slot.spec.name,
+                    cure=ACCUMULATE,
+                )
+            slot.exchanged = None
+            hooks.buckets.add(slot, gradient, gradient)
+            self._launch(hooks)
+
+    def _reduces(self, p: Tensor) -> bool:
+        """Whether this backward is one whose gradients are exchanged: not one that accumulates."""
+        model = self._root()
+        if id(p) not in self._units:
+            states = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
+            groups = (g for state in states if state for g in state()._fsdp_param_groups)
+            self._units = {id(each.sharded_param): g for g in groups for each in g.fsdp_params}
+        is_last: bool = model._get_fsdp_state()._state_ctx.is_last_backward
+        return is_last and self._units[id(p)].all_reduce_grads
+
+    def _launch(self, hooks: BackwardHooks) -> None:
+        """Send the buckets that are complete, in the plan's order, which all ranks have."""
+        ordinals = [bucket.ordinal for bucket in hooks.compressor.plan.buckets]
+        while self._next[hooks] < len(ordinals):
+            if not hooks.buckets.is_complete(ordinal := ordinals[self._next[hooks]]):
+                return
+            self._next[hooks] += 1
+            hooks.launch(ordinal)
+
+    @contextmanager
+    def _failing_later(self) -> Iterator[None]:
+        """Catch the first error, to raise it at the end of backward: other ranks are in it, too."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = self._failed or error
+
+    @untraced
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Send what is left, with zeros for absent gradients, and write exchanged gradients.
+
+        An optimizer none of whose parameters has a gradient in this backward is left out.
+        """
+        fired = [hooks for hooks in self._next if self._has_fired(hooks) and not self._failed]
+        with self._failing_later(), reporting.waiting():
+            for hooks in fired:
+                for slot in hooks.buckets.slots.values():
+                    if slot.ready is None:
+                        zeros = torch.zeros(slot.kind[0], dtype=slot.kind[1], device=slot.kind[2])
+                        hooks.buckets.add(slot, zeros, zeros)
+                self._launch(hooks)
+            for hooks in fired:
+                hooks.receive()
+        failed, self._failed = self._failed, None
+        self._next = {}
+        if failed is not None:
+            self._drop_step()
+            raise failed
+        for hooks in fired:
+            for slot in hooks.buckets.slots.values():
+                slot.hand_out()
+            hooks.exchanged()
+
+    @staticmethod
+    def _has_fired(hooks: BackwardHooks) -> bool:
+        return any(slot.has_fired for slot in hooks.buckets.slots.values())
+
+    def _drop_step(self) -> None:
+        """As `TrainingState._drop_step`."""
+        for hooks in self._each if self.active else ():
+            hooks.compressor.abandon()
+            hooks.buckets.forget()
+        self._next, self._failed = {}, None

@@ -1,0 +1,193 @@
+"""Step hooks for an optimizer whose gradients are exchanged in backward.
+
+Steps of other optimizers on these gradients are refused, too. Residuals change when the optimizer
+that compression was attached to has stepped. To that optimizer, a step of any other one looks like
+a step that was skipped: residuals stay as they were, and what was applied is sent again, so that
+training goes on without error feedback.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from horovod_topk.errors import ConfigError, NotAttachedError, StepBeforeSynchronizeError
+from horovod_topk.torch_training import steps
+from horovod_topk.torch_training.gradients import any_applied
+from horovod_topk.torch_training.tracing import untraced
+
+ATTACH = (
+    "Attach the compressor again with the optimizer that steps from now on, before backward(); "
+    "residuals stay"
+)
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """What an adapter says of a step on gradients that were not exchanged: problem and cure."""
+
+    never: tuple[str, str]  # its hook was never called
+    local: tuple[str, str]  # only backwards without exchange have run
+    not_now: tuple[str, str]  # gradients were applied already, or are of such a backward
+    incomplete: tuple[str, str]  # some gradients came, and others did not
+
+
+class BackwardHooks(steps.Hooks):
+    """Step hooks that refuse gradients which backward has not exchanged.
+
+    Attributes:
+        is_registered: returns whether the adapter hears of gradients.
+    """
+
+    refusals: ClassVar[Refusals]
+    is_registered: Callable[[], bool]  # set by the adapter
+    _applied = -1  # number of exchanges when the present step began to apply them; -1: no step
+
+    def watch(self, optimizer: Any, accumulations: Any) -> None:
+        """As `steps.Hooks.watch`."""
+        _WATCHING.add(self)
+        _watch_steps()
+        super().watch(optimizer, accumulations)
+
+    def remove(self) -> None:
+        """As `steps.Hooks.remove`."""
+        super().remove()
+        _WATCHING.discard(self)
+
+    def check_after(self, optimizer: Any) -> None:
+        """As `steps.Hooks.check_after`."""
+        self._applied = -1
+
+    def check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """As `steps.Hooks.check_before`."""
+        if steps.closure_of(args, kwargs) is None:
+            self.check_closure(optimizer)
+
+    def check_closure(self, optimizer: Any) -> None:
+        """Refuse non-zero gradients that were not exchanged.
+
+        Zeros are accepted: checkpoint libraries step on zero gradients to create optimizer states.
+        """
+        steps.check_all_are_known(optimizer, self.buckets.slots, {})
+        slots = self.buckets.slots.values()
+        gradients = [slot.gradient for slot in slots if slot.gradient is not None]
+        if not any(slot.exchanged for slot in slots) and any(map(torch.any, gradients)):
+            missing = [slot.spec.name for slot in slots if not slot.has_fired]
+            if 0 < len(missing) < len(slots):
+                problem, cure = self.refusals.incomplete
+                raise StepBeforeSynchronizeError(problem, cure=cure, tensor=missing[0])
+            never = self.refusals.local if self.is_registered() else self.refusals.never
+            problem, cure = self.refusals.not_now if self.buckets.exchanges else never
+            raise StepBeforeSynchronizeError(problem, cure=cure)
+        self._applied = self.buckets.exchanges
+
+    def launch(self, ordinal: int) -> None:
+        """Compress a complete bucket and start its exchange."""
+        gradients = self.buckets.ready(ordinal)
+        if self.preprocessing is not None:
+            self.preprocess(ordinal, gradients)
+        self.compressor.launch(ordinal, gradients)
+
+    def receive(self) -> None:
+        """Write the exchanged gradients of all buckets to the memory of the ready ones."""
+        gain = 1.0 if self.preprocessing is None else self.preprocessing.gain(self.optimizer())
+        for ordinal in [bucket.ordinal for bucket in self.compressor.plan.buckets]:
+            self.compressor.step.finish(ordinal, self.buckets.ready(ordinal), gain)
+            self.buckets.note_exchanged(ordinal)
+
+    def check_is_alive(self) -> None:
+        """Refuse to compress gradients for an optimizer that was deleted.
+
+        Raises:
+            NotAttachedError: it was deleted.
+        """
+        if self.optimizer() is None:
+            problem = "the optimizer that compression was attached to was deleted"
+            raise NotAttachedError(problem, cure=ATTACH)
+
+    def check_other(self, optimizer: Any) -> None:
+        """Refuse a step on exchanged gradients that is no part of the attached optimizer's step.
+
+        Wrappers such as Lookahead, and torch's ZeroRedundancyOptimizer, step an inner optimizer.
+
+        Raises:
+            NotAttachedError: another optimizer would apply the gradients.
+        """
+        own, known = self.optimizer(), self.buckets.slots
+        if optimizer is own or self._applied == self.buckets.exchanges:
+            return
+        stepped = (id(p) for group in optimizer.param_groups for p in group["params"])
+        slots = [known[p] for p in stepped if p in known]
+        if any_applied(slots) and not any(each is own for each in within(optimizer)):
+            raise NotAttachedError(
+                f"{type(optimizer).__name__}.step() was called, and compression is attached to "
+                "another optimizer of these parameters",
+                tensor=slots[0].spec.name,
+                cure=ATTACH,
+            )
+
+
+def check_optimizers(optimizers: Sequence[Any], names: Mapping[Tensor, str]) -> None:
+    """Refuse optimizers whose parameters are not the model's trained parameters, each once.
+
+    names: name of each parameter that the model trains.
+
+    Raises:
+        ConfigError: a parameter is missing in the optimizers or in the model, or is in two of them.
+    """
+    stepped: dict[Tensor, Any] = {}
+    for optimizer in optimizers:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p in names and stepped.get(p, optimizer) is not optimizer:
+                kinds = type(stepped[p]).__name__, type(optimizer).__name__
+                raise ConfigError(
+                    f"{kinds[0]} has it, and {kinds[1]} beside it",
+                    tensor=names[p],
+                    cure="Give each parameter to one optimizer of the list",
+                )
+            stepped[p] = optimizer
+    missing = next((name for p, name in names.items() if p not in stepped), None)
+    if missing is not None or any(p.requires_grad and p not in names for p in stepped):
+        raise ConfigError(
+            "the optimizer has not all parameters that the model trains, or has others",
+            tensor=missing,
+            cure="Attach all optimizers of a model at once, as a list: "
+            "TopKEF().attach(model, [muon, adamw]). Set requires_grad=False for what is not "
+            "trained before the model is distributed",
+        )
+
+
+def within(wrapper: Any) -> list[Any]:
+    """The attributes of an object that are not None, and items of lists, tuples and dicts."""
+    found = [each for each in vars(wrapper).values() if each is not None]
+    found += [each for items in found if isinstance(items, list | tuple) for each in items]
+    found += [each for items in found if isinstance(items, dict) for each in items.values()]
+    return found
+
+
+_WATCHING: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Register a hook with PyTorch that checks every optimizer's step before it changes weights."""
+
+    def check(optimizer: Any) -> None:
+        for each in list(_WATCHING):
+            each.check_other(optimizer)
+
+    @untraced
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if steps.closure_of(args, kwargs) is None:
+            return check(optimizer)
+        # A closure computes the gradients. How often it is called is not limited here.
+        return steps.with_one_exchange(args, kwargs, lambda: 0, lambda: check(optimizer))
+
+    register_optimizer_step_pre_hook(before_step)
