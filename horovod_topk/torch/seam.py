@@ -4,8 +4,8 @@
 call, so methods that are wrapped here apply to every optimizer built afterwards:
 
     _DistributedOptimizer.__init__                  attach a state when compression is TopKEF, or
-                                                    the optimizer OneBitAdam, and register hooks
-                                                    on parameters after that
+                                                    the optimizer OneBitAdam or OneBitLamb, and
+                                                    register hooks on parameters after that
     _DistributedOptimizer._allreduce_grad_async     pass a ready gradient to that state
     _DistributedOptimizer.synchronize               check all gradients before any is exchanged
     _DistributedAdasumOptimizer.__init__            refuse TopKEF before a parameter has changed
@@ -64,7 +64,8 @@ def _wrap_init(original: Function) -> Function:
         asked = arguments["compression"]
         _check_names(arguments["named_parameters"])
         if isinstance(self, OneBitAdam):
-            asked = _compression_of_momentum(asked, arguments.get("op", hvd.Average))
+            op = arguments.get("op", hvd.Average)
+            asked = _compression_of_momentum(asked, op, type(self).__name__)
         compressor = Compressor.asked(asked)
         _check_shares_nothing(arguments["params"], compresses=compressor is not None)
         if compressor is None:
@@ -142,12 +143,13 @@ def _check_names(named_parameters: Any) -> None:
         )
 
 
-def _compression_of_momentum(asked: Any, op: Any) -> Any:
-    """The compressor that exchanges the momentum of a OneBitAdam.
+def _compression_of_momentum(asked: Any, op: Any, optimizer: str) -> Any:
+    """The compressor that exchanges the momentum of a OneBitAdam or OneBitLamb.
 
     Args:
         asked: the user's `compression=`; Horovod's default selects sharded SignSGD.
         op: the user's `op=`.
+        optimizer: name of the optimizer's class.
 
     Raises:
         ConfigError: the compressor is one of Horovod's, or `op` is Sum.
@@ -162,8 +164,8 @@ def _compression_of_momentum(asked: Any, op: Any) -> Any:
     kind = asked if isinstance(asked, type) else type(asked)
     if not issubclass(kind, Compressor):
         raise ConfigError(
-            f"compression={kind.__name__} has Horovod exchange gradients, and OneBitAdam exchanges "
-            "its momentum",
+            f"compression={kind.__name__} has Horovod exchange gradients, and {optimizer} "
+            "exchanges its momentum",
             cure="Leave compression= out, or pass a compressor of horovod_topk.torch",
         )
     return asked

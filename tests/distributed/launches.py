@@ -158,6 +158,7 @@ DDP = (
     *("groups_ratios", "guard", "hierarchical", "learning_rates", "methods"),
     *(
         "momentum",
+        "onebit_lamb",
         "options",
         "own_steps",
         "ranks_agree",
