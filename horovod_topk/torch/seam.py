@@ -64,8 +64,7 @@ def _wrap_init(original: Function) -> Function:
         asked = arguments["compression"]
         _check_names(arguments["named_parameters"])
         if isinstance(self, OneBitAdam):
-            op = arguments.get("op", hvd.Average)
-            asked = _compression_of_momentum(asked, op, type(self).__name__)
+            asked = _compression_of_momentum(asked, arguments.get("op", hvd.Average))
         compressor = Compressor.asked(asked)
         _check_shares_nothing(arguments["params"], compresses=compressor is not None)
         if compressor is None:
@@ -143,13 +142,12 @@ def _check_names(named_parameters: Any) -> None:
         )
 
 
-def _compression_of_momentum(asked: Any, op: Any, optimizer: str) -> Any:
+def _compression_of_momentum(asked: Any, op: Any) -> Any:
     """The compressor that exchanges the momentum of a OneBitAdam or OneBitLamb.
 
     Args:
         asked: the user's `compression=`; Horovod's default selects sharded SignSGD.
         op: the user's `op=`.
-        optimizer: name of the optimizer's class.
 
     Raises:
         ConfigError: the compressor is one of Horovod's, or `op` is Sum.
@@ -164,7 +162,7 @@ def _compression_of_momentum(asked: Any, op: Any, optimizer: str) -> Any:
     kind = asked if isinstance(asked, type) else type(asked)
     if not issubclass(kind, Compressor):
         raise ConfigError(
-            f"compression={kind.__name__} has Horovod exchange gradients, and {optimizer} "
+            f"compression={kind.__name__} has Horovod exchange gradients, and this optimizer "
             "exchanges its momentum",
             cure="Leave compression= out, or pass a compressor of horovod_topk.torch",
         )

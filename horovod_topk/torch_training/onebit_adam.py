@@ -46,9 +46,7 @@ log = logging.getLogger("horovod_topk")
 MOST = 2**31  # largest `freeze_after`
 SQUARES = "squares"  # key in a parameter's state: number of gradients in its variance
 RANGES: Mapping[str, tuple[Any, ...]] = {
-    "lr": (1e-3, (0.0, math.inf)),
-    "eps": (1e-8, (0.0, math.inf)),
-    "weight_decay": (0.01, (0.0, math.inf)),
+    **dict.fromkeys(("lr", "eps", "weight_decay"), (1e-3, (0.0, math.inf))),
     "betas": ((0.9, 0.999), (0.0, 1.0), (0.0, 1.0)),
     "trust_limits": ((0.01, 10.0), (0.0, math.inf), (0.0, math.inf)),
     "trust_beta": (0.9, (0.0, 1.0)),
@@ -292,8 +290,7 @@ class OneBitAdam(Optimizer):
                 f"{type(self).__name__} cannot apply a sparse gradient, of shape {list(p.shape)}",
                 cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
             )
-        if not self.state[p]:
-            self.state[p].update(self._begun(p))
+        self.state[p] = self.state[p] or self._begun(p)
         self.state[p]["step"] += 1
         self._update_moments(p, exchanged, group)
         self._apply(p, group)
@@ -304,7 +301,6 @@ class OneBitAdam(Optimizer):
         return state | {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def _update_moments(self, p: Tensor, exchanged: Tensor, group: Mapping[str, Any]) -> None:
-        """Update mean and variance by what ranks have exchanged, a gradient or a momentum."""
         state, (beta, decay) = self.state[p], map(float, group["betas"])
         if id(p) in self._momenta:
             state["exp_avg"].copy_(exchanged)
@@ -315,7 +311,6 @@ class OneBitAdam(Optimizer):
             state["exp_avg_sq"].mul_(decay).addcmul_(exchanged, exchanged, value=1 - decay)
 
     def _apply(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Subtract the update from a parameter."""
         state, rate = self.state[p], number_in(self, group, "lr")
         start, root = corrections(state, group)
         p.mul_(1 - rate * group["weight_decay"])

@@ -10,12 +10,12 @@ Then v' and C are constant. Ranks exchange s m_i, and divide what they get by s,
     g = (m - b1 m_before) / (1 - b1)                  w = b2 w + (1 - b2) g^2, at first v'
     r = max of (sqrt(v') + eps) / (sqrt(w) + eps)     x -= lr r C u
 
-s gives all momenta the same root mean square when v' is frozen. r is clipped to `factor_limits`,
-and to 1 +- `factor_threshold` times its last value. With weight decay it is r a + 1 - a before,
-where a is the share of m' / (sqrt(v') + eps) in the norm of u.
+s gives all momenta one root mean square when v' is frozen. r is clipped to `factor_limits`, and to
+1 +- `factor_threshold` times its last value; before, with weight decay, it is r a + 1 - a, where a
+is the share of m' / (sqrt(v') + eps) in the norm of u.
 
 Source: Li et al. 2021 (1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with
-LAMB's Convergence Speed). LAMB: You et al. 2020 (Large Batch Optimization for Deep Learning).
+LAMB's Convergence Speed); You et al. 2020 (Large Batch Optimization for Deep Learning), LAMB.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from horovod_topk.torch_training.onebit_adam import SCALE, OneBitAdam, corrections
 from horovod_topk.torch_training.optimizer_settings import number_in
 
-FRESH, FACTOR = "exp_avg_sq_fresh", "factor"  # keys in a parameter's state: w, and r or 0,
-TRUST, TRUSTS = "trust", "trusts"  # C, and the number of steps in it
+# Keys in a parameter's state: w; r, or 0; C, and the number of steps in it.
+FRESH, FACTOR, TRUST, TRUSTS = "exp_avg_sq_fresh", "factor", "trust", "trusts"
 
 
 class OneBitLamb(OneBitAdam):
@@ -77,9 +77,8 @@ class OneBitLamb(OneBitAdam):
         states = [each for each in self.state.values() if each]
         if self._is_frozen and not any(each[SCALE] for each in states):
             norms = [_norm(each["exp_avg"]) / each["exp_avg"].numel() ** 0.5 for each in states]
-            mean = sum(norms) / max(1, sum(map(bool, norms)))
             for each, norm in zip(states, norms, strict=True):
-                each[SCALE] = mean / norm if norm else 1.0
+                each[SCALE] = sum(norms) / len(norms) / norm if norm else 1.0
 
     def _begun(self, p: Tensor) -> dict[str, Any]:
         own = {FRESH: torch.zeros_like(p), FACTOR: 0.0, SCALE: 0.0, TRUST: 0.0, TRUSTS: 0}
@@ -111,8 +110,8 @@ class OneBitLamb(OneBitAdam):
             trust = sorted((weight / norm, *group["trust_limits"]))[1]
             if not self._is_frozen or not state[TRUSTS]:
                 state[TRUSTS] += 1
-                part = 1 - group["trust_beta"]
-                part /= 1 - (1 - part) ** state[TRUSTS] if group["bias_correction"] else 1
+                beta, corrects = group["trust_beta"], group["bias_correction"]
+                part = (1 - beta) / (1 - beta ** state[TRUSTS] if corrects else 1)
                 state[TRUST] += part * (trust - state[TRUST])
         if self._is_frozen and state[TRUSTS]:
             fresh = state[FRESH].sqrt().div_(root).add_(group["eps"])

@@ -18,7 +18,7 @@ from training import Setup, ordinary
 from witness import assert_ranks_equal, bits
 from world import TopKEF, adapter, hvd
 
-pytestmark = [pytest.mark.everywhere, pytest.mark.world_size(2, 3)]
+pytestmark = pytest.mark.everywhere
 
 COMPRESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "signs": ("SignSGD", {"exchange": "sharded"}),
@@ -34,6 +34,7 @@ def start(name: str = "signs") -> tuple[Any, Any]:
     return task, setup.distributed(task, compression)
 
 
+@pytest.mark.world_size(2, 3)
 def test_its_updates_are_the_published_ones() -> None:
     (task, optimizer), published = start(), PublishedLamb(Setup().task())
     for step in range(12):
@@ -49,6 +50,7 @@ def test_its_updates_are_the_published_ones() -> None:
     assert any(factor != 1.0 for factor in published.r.values())
 
 
+@pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_run_goes_on_from_a_checkpoint_to_the_bit(name: str, tmp_path: Path) -> None:
     folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
