@@ -27,10 +27,9 @@ from study.loops import LOOPS
 STEPS, FREEZE, RATE, SEEDS = 800, 160, 0.01, (0, 1)
 COMPRESSORS = (
     "none",
-    "SignSGD(exchange='sharded')",
+    "SignSGD(exchange='sharded',min_numel=0)",
     "TopKEF(ratio=0.06,momentum=0,values='sign')",
-    "TopKEF(ratio=0.016,momentum=0,values='sign')",
-    "TopKEF(ratio=0.009,momentum=0)",
+    "TopKEF(ratio=0.016,momentum=0,values='sign',min_numel=0)",
 )
 
 
@@ -83,7 +82,7 @@ def main() -> None:
         for seed in SEEDS:
             for compressor in COMPRESSORS:
                 fewer, score = trained(model, compressor, seed)
-                print(f"{model:12} seed {seed}  {compressor:46} {fewer:6.1f}x  {score}", flush=True)
+                print(f"{model:12} seed {seed}  {compressor:56} {fewer:6.1f}x  {score}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import horovod_topk.torch
 import training
 from horovod_topk import checkpoint
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
-from horovod_topk.torch import OneBitAdam, SignSGD
+from horovod_topk.torch import OneBitAdam, OneBitLamb, SignSGD
 from plain import PlainTopKEF as TopKEF
 from published import FREEZE, SMALL, Published
 from training import Task
@@ -31,11 +31,12 @@ def start(
     make: Callable[[], Task] = training.perceptron,
     compression: Any = None,
     horovod: Any = None,
+    kind: Any = OneBitAdam,
     **settings: Any,
 ) -> tuple[Any, Any]:
     torch.manual_seed(0)
     task = make()
-    optimizer = OneBitAdam(task.parameters(), **{"freeze_after": FREEZE, "lr": 0.01, **settings})
+    optimizer = kind(task.parameters(), **{"freeze_after": FREEZE, "lr": 0.01, **settings})
     if compression is None:
         compression = SignSGD(exchange="sharded", min_numel=SMALL)
     named = task.named_parameters()
@@ -117,13 +118,14 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(name: str | None, tmp_path: 
 
 
 @pytest.mark.world_size(2, 3)
-def test_an_overflow_on_one_rank_changes_nothing() -> None:
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+def test_an_overflow_on_one_rank_changes_nothing(kind: Any) -> None:
     """With a loss scaler: the momentum, and both errors, are without its scale."""
     runs = []
     for scale in (1.0, 1024.0):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
         compression = SignSGD(exchange="sharded", min_numel=SMALL, grad_scaler=scaler)
-        runs.append((*start(compression=compression), scaler))
+        runs.append((*start(compression=compression, kind=kind), scaler))
     for step in range(8):
         for task, optimizer, scaler in runs:
             for bad in [True, False] if step in (1, 5) else [False]:
@@ -157,9 +159,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_what_is_not_sound_is_refused_before_the_first_step(refused: str) -> None:
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+def test_what_is_not_sound_is_refused_before_the_first_step(kind: Any, refused: str) -> None:
     task, (options, message) = training.perceptron(), REFUSED[refused]
-    optimizer = OneBitAdam(task.parameters(), freeze_after=FREEZE)
+    optimizer = kind(task.parameters(), freeze_after=FREEZE)
     named = task.named_parameters()
     with pytest.raises((ConfigError, UnsupportedOperationError), match=message):
         hvd.DistributedOptimizer(optimizer, named_parameters=named, **options)
