@@ -27,7 +27,7 @@ def __getattr__(name: str) -> NoReturn:
         AdapterImportError: it is such a class.
         AttributeError: nothing has this name.
     """
-    if name in {*METHODS, "Guard", "OneBitAdam"}:
+    if name in {*METHODS, "Guard", "OneBitAdam", "OneBitLamb"}:
         raise errors.AdapterImportError(
             f"horovod_topk has no {name} of its own, as each framework has another",
             cure=f"Write from horovod_topk.torch import {name} for Horovod with PyTorch, from "

@@ -30,8 +30,9 @@ from horovod_topk.ddp.state import DDPState
 from horovod_topk.guard import Guard
 from horovod_topk.methods import METHODS
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
+from horovod_topk.torch_training.onebit_lamb import OneBitLamb
 
-__all__ = ["DDPState", "Guard", "OneBitAdam", "TopKEF", "exchange"]
+__all__ = ["DDPState", "Guard", "OneBitAdam", "OneBitLamb", "TopKEF", "exchange"]
 
 
 def __getattr__(name: str) -> Any:

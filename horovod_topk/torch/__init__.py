@@ -41,11 +41,12 @@ from horovod_topk.torch import elastic, seam
 from horovod_topk.torch.compressor import Compressor, TopKEF
 from horovod_topk.torch.state import OptimizerState
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
+from horovod_topk.torch_training.onebit_lamb import OneBitLamb
 
 seam.install()
 elastic.install()
 
-__all__ = ["Guard", "OneBitAdam", "OptimizerState", "TopKEF"]
+__all__ = ["Guard", "OneBitAdam", "OneBitLamb", "OptimizerState", "TopKEF"]
 
 
 def __getattr__(name: str) -> Any:

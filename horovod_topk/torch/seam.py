@@ -4,8 +4,8 @@
 call, so methods that are wrapped here apply to every optimizer built afterwards:
 
     _DistributedOptimizer.__init__                  attach a state when compression is TopKEF, or
-                                                    the optimizer OneBitAdam, and register hooks
-                                                    on parameters after that
+                                                    the optimizer OneBitAdam or OneBitLamb, and
+                                                    register hooks on parameters after that
     _DistributedOptimizer._allreduce_grad_async     pass a ready gradient to that state
     _DistributedOptimizer.synchronize               check all gradients before any is exchanged
     _DistributedAdasumOptimizer.__init__            refuse TopKEF before a parameter has changed
@@ -143,7 +143,7 @@ def _check_names(named_parameters: Any) -> None:
 
 
 def _compression_of_momentum(asked: Any, op: Any) -> Any:
-    """The compressor that exchanges the momentum of a OneBitAdam.
+    """The compressor that exchanges the momentum of a OneBitAdam or OneBitLamb.
 
     Args:
         asked: the user's `compression=`; Horovod's default selects sharded SignSGD.
@@ -162,8 +162,8 @@ def _compression_of_momentum(asked: Any, op: Any) -> Any:
     kind = asked if isinstance(asked, type) else type(asked)
     if not issubclass(kind, Compressor):
         raise ConfigError(
-            f"compression={kind.__name__} has Horovod exchange gradients, and OneBitAdam exchanges "
-            "its momentum",
+            f"compression={kind.__name__} has Horovod exchange gradients, and this optimizer "
+            "exchanges its momentum",
             cure="Leave compression= out, or pass a compressor of horovod_topk.torch",
         )
     return asked

@@ -37,14 +37,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from horovod_topk.config import check_flag, check_whole
-from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.errors import ConfigError, UnsupportedOperationError, check
 from horovod_topk.methods.protocol import Method
-from horovod_topk.torch_training.optimizer_settings import betas_of, number_in, number_of
+from horovod_topk.torch_training.optimizer_settings import betas_of, number_in
 
 log = logging.getLogger("horovod_topk")
 
 MOST = 2**31  # largest `freeze_after`
 SQUARES = "squares"  # key in a parameter's state: number of gradients in its variance
+RANGES: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("lr", "eps", "weight_decay"), (1e-3, (0.0, math.inf))),
+    "betas": ((0.9, 0.999), (0.0, 1.0), (0.0, 1.0)),
+    "trust_limits": ((0.01, 10.0), (0.0, math.inf), (0.0, math.inf)),
+    "trust_beta": (0.9, (0.0, 1.0)),
+    "factor_limits": ((0.5, 4.0), (0.0, 1.0), (1.0, math.inf)),
+    "factor_threshold": (0.1, (0.0, 1.0)),
+}  # setting: an example, and the range of each of its numbers; the last four: `OneBitLamb`
+SCALE = "scale"  # factor of exchanged momenta in `OneBitLamb`; 0: not known yet
 
 
 class OneBitAdam(Optimizer):
@@ -99,14 +108,8 @@ class OneBitAdam(Optimizer):
         weight_decay: float = 0.0,
         bias_correction: bool = True,
     ) -> None:
-        defaults = {
-            "freeze_after": freeze_after,
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-        }
+        defaults: dict[str, Any] = {"freeze_after": freeze_after, "lr": lr, "betas": betas}
+        defaults |= {"eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
         self._begin()
         super().__init__(params, defaults)
 
@@ -136,8 +139,12 @@ class OneBitAdam(Optimizer):
         self._begin()
         self._names = names
         for group in self.param_groups:
-            for own in (self.state[p] for p in group["params"] if p in self.state):
+            own = {key: self.defaults[key] for key in RANGES if key in self.defaults}
+            group.update(own | group)  # which may come from another optimizer of this module
+            for p in filter(self.state.get, group["params"]):
+                own = self.state[p]
                 own.setdefault(SQUARES, min(_steps(own), group["freeze_after"]))
+                own.update(self._begun(p) | own)
                 self._taken = max(self._taken, _steps(own))
 
     # Called by the exchange of gradients.
@@ -205,6 +212,8 @@ class OneBitAdam(Optimizer):
             gradient.mul_(1 - beta)
             if state:
                 gradient.add_(state["exp_avg"], alpha=beta)
+                if state.get(SCALE):
+                    gradient.mul_(state[SCALE])
             self._momenta.add(id(p))
 
     # The optimizer's step.
@@ -256,8 +265,9 @@ class OneBitAdam(Optimizer):
             names = [self._name_of(p) for p in self._missing if p.requires_grad]
             if names:
                 log.warning(
-                    "OneBitAdam: %s had no gradient in the first %d steps, and so no variance: a "
-                    "later one is an error",
+                    "%s: %s had no gradient in the first %d steps, and so no variance: a later one "
+                    "is an error",
+                    type(self).__name__,
                     ", ".join(names),
                     self._freeze_after,
                 )
@@ -274,36 +284,50 @@ class OneBitAdam(Optimizer):
     def _name_of(self, p: Tensor) -> str:
         return self._names.get(p, f"of shape {list(p.shape)}")
 
-    def _update(self, p: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        if gradient.is_sparse:
+    def _update(self, p: Tensor, exchanged: Tensor, group: Mapping[str, Any]) -> None:
+        if exchanged.is_sparse:
             raise UnsupportedOperationError(
-                f"a gradient of shape {list(p.shape)} is sparse, which OneBitAdam cannot apply",
+                f"{type(self).__name__} cannot apply a sparse gradient, of shape {list(p.shape)}",
                 cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
             )
+        self.state[p] = self.state[p] or self._begun(p)
+        self.state[p]["step"] += 1
+        self._update_moments(p, exchanged, group)
+        self._apply(p, group)
+
+    def _begun(self, p: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter before its first step."""
+        state = {"step": torch.zeros((), dtype=torch.float32), SQUARES: 0}
+        return state | {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+    def _update_moments(self, p: Tensor, exchanged: Tensor, group: Mapping[str, Any]) -> None:
         state, (beta, decay) = self.state[p], map(float, group["betas"])
-        if not state:
-            state["step"], state[SQUARES] = torch.zeros((), dtype=torch.float32), 0
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        state["step"] += 1
-        mean, variance, steps = state["exp_avg"], state["exp_avg_sq"], _steps(state)
-        is_frozen = self._is_frozen
         if id(p) in self._momenta:
-            mean.copy_(gradient)
+            state["exp_avg"].copy_(exchanged)
         else:
-            mean.mul_(beta).add_(gradient, alpha=1 - beta)
-        if not is_frozen:
+            state["exp_avg"].mul_(beta).add_(exchanged, alpha=1 - beta)
+        if not self._is_frozen:
             state[SQUARES] += 1
-            variance.mul_(decay).addcmul_(gradient, gradient, value=1 - decay)
-        rate = size = number_in(self, group, "lr")
-        root = 1.0
-        if group["bias_correction"]:
-            size = size / (1 - beta**steps)
-            root = math.sqrt(1 - decay ** state[SQUARES]) or 1.0
-        divisor = variance.sqrt().div_(root).add_(group["eps"])
-        if is_frozen:
-            divisor.masked_fill_(variance == 0, math.inf)
+            state["exp_avg_sq"].mul_(decay).addcmul_(exchanged, exchanged, value=1 - decay)
+
+    def _apply(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        state, rate = self.state[p], number_in(self, group, "lr")
+        start, root = corrections(state, group)
         p.mul_(1 - rate * group["weight_decay"])
-        p.addcdiv_(mean, divisor, value=-size)
+        p.addcdiv_(state["exp_avg"], self._divisor(state, group, root), value=-rate / start)
+
+    def _divisor(self, state: Mapping[str, Any], group: Mapping[str, Any], root: float) -> Tensor:
+        variance = state["exp_avg_sq"]
+        divisor: Tensor = variance.sqrt().div_(root).add_(group["eps"])
+        return divisor.masked_fill_(variance == 0, math.inf) if self._is_frozen else divisor
+
+
+def corrections(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[float, float]:
+    """Divisors that correct mean and root of the variance for their start at 0, or 1."""
+    if not group["bias_correction"]:
+        return 1.0, 1.0
+    beta, decay = map(float, group["betas"])
+    return 1 - beta ** _steps(state), math.sqrt(1 - decay ** state[SQUARES]) or 1.0
 
 
 def _steps(state: Mapping[str, Any]) -> int:
@@ -331,15 +355,10 @@ def _check(group: Mapping[str, Any]) -> None:
     """Refuse settings of a parameter group that are out of their ranges."""
     check_whole("freeze_after", group["freeze_after"], 1, MOST, example=1000)
     check_flag("bias_correction", group["bias_correction"])
-    for setting in ("lr", "eps", "weight_decay"):
-        value, number = group[setting], number_of(group[setting])
-        if isinstance(value, bool) or number is None or not 0.0 <= number < math.inf:
-            raise ConfigError(
-                f"{setting}={value!r} is not a number from 0 on", cure=f"Pass {setting}=1e-3 or so"
-            )
-    betas = betas_of(group)
-    if len(betas) != 2 or not all(beta is not None and 0.0 <= beta < 1.0 for beta in betas):
-        raise ConfigError(
-            f"betas={group['betas']!r} are not two numbers in [0, 1)",
-            cure="Pass betas=(0.9, 0.999)",
-        )
+    for setting in (each for each in RANGES if each in group):
+        (example, *ranges), value = RANGES[setting], group[setting]
+        numbers = [math.nan if each is None else each for each in betas_of({"betas": value})]
+        fits = not isinstance(value, bool) and len(numbers) == len(ranges)
+        fits = fits and all(a <= n < b for n, (a, b) in zip(numbers, ranges, strict=True))
+        problem = f"is not in {' x '.join(f'[{a:g}, {b:g})' for a, b in ranges)}"
+        check(fits, setting, value, problem, f"Pass {setting}={example}, or so")

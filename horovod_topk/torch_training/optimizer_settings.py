@@ -301,7 +301,7 @@ def _why_left(optimizer: Any) -> str:
         return "it is differentiable"
     if hasattr(optimizer, "second_step") or isinstance(optimizer, LBFGS):
         return "its steps are not of one gradient"
-    if hasattr(optimizer, "exchange_settings"):  # `OneBitAdam`
+    if hasattr(optimizer, "exchange_settings"):  # `OneBitAdam`, `OneBitLamb`
         return "it exchanges its momentum"
     if family_of(optimizer) is not LINEAR:
         return ""

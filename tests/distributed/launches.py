@@ -159,6 +159,7 @@ DDP = (
     *("groups_ratios", "guard", "hierarchical", "learning_rates", "methods"),
     *(
         "momentum",
+        "onebit_lamb",
         "options",
         "own_steps",
         "ranks_agree",

@@ -1,4 +1,4 @@
-"""OneBitAdam by itself, in one process: Adam, its frozen variance, and refused settings."""
+"""OneBitAdam by itself, in one process, and what OneBitLamb shares: phases and refused settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
-from horovod_topk.torch import OneBitAdam, SignSGD
+from horovod_topk.torch import OneBitAdam, OneBitLamb, SignSGD
+
+KINDS = pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
 
 
 def gradients(step: int) -> torch.Tensor:
@@ -51,11 +53,12 @@ def test_a_frozen_step_follows_the_paper() -> None:
         torch.testing.assert_close(p.detach(), x, rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_exchanged_turns_from_gradients_into_momenta() -> None:
+@KINDS
+def test_what_is_exchanged_turns_from_gradients_into_momenta(kind: Any) -> None:
     """The step takes an exchanged momentum as it is; one that was skipped leaves no trace."""
     p = torch.nn.Parameter(torch.ones(40))
     q = copy.deepcopy(p)
-    mine, alone = (OneBitAdam([each], freeze_after=2, lr=0.1) for each in (p, q))
+    mine, alone = (kind([each], freeze_after=2, lr=0.1) for each in (p, q))
     for step in range(6):
         mine.begin_exchange(step, 1.0)
         p.grad = gradients(99)
@@ -69,9 +72,10 @@ def test_what_is_exchanged_turns_from_gradients_into_momenta() -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-def test_an_element_without_a_variance_moves_no_more() -> None:
+@KINDS
+def test_an_element_without_a_variance_moves_no_more(kind: Any) -> None:
     p = torch.nn.Parameter(torch.ones(2))
-    optimizer = OneBitAdam([p], freeze_after=1, lr=0.1)
+    optimizer = kind([p], freeze_after=1, lr=0.1)
     p.grad = torch.tensor([1.0, 0.0])
     optimizer.step()
     p.grad = torch.tensor([1.0, 5.0])
@@ -100,13 +104,14 @@ def test_all_parameters_freeze_with_the_same_step() -> None:
     torch.testing.assert_close(other - 0.1 * mean / root, q, rtol=1e-5, atol=1e-6)
 
 
-def test_a_first_gradient_after_the_freeze(caplog: pytest.LogCaptureFixture) -> None:
+@KINDS
+def test_a_first_gradient_after_the_freeze(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     p, q = (torch.nn.Parameter(torch.ones(40)) for _ in range(2))
-    optimizer = OneBitAdam([p, q], freeze_after=2, lr=0.1)
+    optimizer = kind([p, q], freeze_after=2, lr=0.1)
     optimizer.exchange_settings(SignSGD().config, {p: "p", q: "q"})
     stepped(optimizer, p, range(4))
     (warning,) = caplog.records
-    assert "OneBitAdam: q had no gradient in the first 2 steps" in warning.getMessage()
+    assert f"{kind.__name__}: q had no gradient in the first 2 steps" in warning.getMessage()
     q.grad = torch.zeros(40)
     optimizer.step()
     assert torch.equal(q, torch.ones(40))
@@ -119,24 +124,26 @@ def test_a_first_gradient_after_the_freeze(caplog: pytest.LogCaptureFixture) -> 
     assert not torch.equal(p, before)
 
 
-def test_gradients_are_not_compressed_before_the_freeze() -> None:
+@KINDS
+def test_gradients_are_not_compressed_before_the_freeze(kind: Any) -> None:
     p = torch.nn.Parameter(torch.ones(40))
-    optimizer = OneBitAdam([p], freeze_after=5)
+    optimizer = kind([p], freeze_after=5)
     with pytest.raises(ConfigError, match=r"ratio 0.1 compresses.* 5 .*Call set_ratio\(None\)"):
         optimizer.begin_exchange(4, 0.1)
     optimizer.begin_exchange(5, 0.1)
 
 
+@KINDS
 @pytest.mark.parametrize("is_older", [True, False])
-def test_its_state_dict_goes_on_to_the_bit(is_older: bool) -> None:
+def test_its_state_dict_goes_on_to_the_bit(kind: Any, is_older: bool) -> None:
     """Also that of an older version, which has not counted the gradients in a variance."""
     p = torch.nn.Parameter(torch.ones(40))
-    optimizer = OneBitAdam([p], freeze_after=3, lr=0.1)
+    optimizer = kind([p], freeze_after=3, lr=0.1)
     stepped(optimizer, p, range(5))
     saved = copy.deepcopy(optimizer.state_dict())
     if is_older:
         del saved["state"][0]["squares"]
-    other = OneBitAdam([q := copy.deepcopy(p)], freeze_after=9)
+    other = kind([q := copy.deepcopy(p)], freeze_after=9)
     other.load_state_dict(saved)
     copied = copy.deepcopy(optimizer)
     for each, own in ((optimizer, p), (other, q)):
@@ -160,21 +167,23 @@ def test_its_state_dict_goes_on_to_the_bit(is_older: bool) -> None:
     ],
     ids=str,
 )
-def test_what_is_out_of_range_is_refused(settings: dict[str, Any]) -> None:
+@KINDS
+def test_what_is_out_of_range_is_refused(kind: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
-        OneBitAdam([torch.nn.Parameter(torch.ones(2))], **{"freeze_after": 10, **settings})
+        kind([torch.nn.Parameter(torch.ones(2))], **{"freeze_after": 10, **settings})
 
 
-def test_groups_freeze_together_and_sparse_gradients_are_refused() -> None:
+@KINDS
+def test_groups_freeze_together_and_sparse_gradients_are_refused(kind: Any) -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": [p], "freeze_after": i + 1} for i, p in enumerate(parameters)]
     with pytest.raises(ConfigError, match="different freeze_after"):
-        OneBitAdam(groups)
-    optimizer = OneBitAdam(parameters, freeze_after=1)
+        kind(groups)
+    optimizer = kind(parameters, freeze_after=1)
     for refused in ({"freeze_after": 2}, {"eps": -1.0}):
         with pytest.raises(ConfigError):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], **refused})
         assert len(optimizer.param_groups) == 1
     parameters[0].grad = torch.sparse_coo_tensor([[0]], [1.0], (2,))
-    with pytest.raises(UnsupportedOperationError, match="sparse_as_dense"):
+    with pytest.raises(UnsupportedOperationError, match=f"{kind.__name__} .*sparse_as_dense"):
         optimizer.step()

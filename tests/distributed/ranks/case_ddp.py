@@ -286,13 +286,14 @@ def test_a_model_of_some_of_the_ranks(exchange: str) -> None:
 
 
 @pytest.mark.parametrize("absent", [(1, 3, 7), range(8)], ids=["at times", "at first"])
-def test_one_bit_adam_freezes_all_parameters_at_once(
-    absent: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
+def test_all_parameters_of_a_1_bit_optimizer_freeze_at_once(
+    kind: str, absent: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """DDP leaves the gradient of an unused parameter out; its variance is of gradients alone."""
     task = Setup(build=training.Optional).task()
     model = DistributedDataParallel(task, find_unused_parameters=True)
-    optimizer = adapter.OneBitAdam(task.parameters(), freeze_after=6, lr=0.01)
+    optimizer = getattr(adapter, kind)(task.parameters(), freeze_after=6, lr=0.01)
     adapter.SignSGD(exchange="sharded", min_numel=16).attach(model, optimizer)
     weight, twin = task.sometimes.weight, Setup(build=training.Optional).task()
     variance = torch.zeros_like(weight)
@@ -313,7 +314,7 @@ def test_one_bit_adam_freezes_all_parameters_at_once(
             with pytest.raises(ConfigError, match=r"'sometimes\.weight': it has its first grad"):
                 optimizer.step()
             assert torch.equal(bits(task.parameters()), before)
-            assert "OneBitAdam: sometimes.weight, sometimes.bias, never.weight" in caplog.text
+            assert f"{kind}: sometimes.weight, sometimes.bias, never.weight" in caplog.text
             return
         optimizer.step()
         assert_ranks_equal(task.parameters())

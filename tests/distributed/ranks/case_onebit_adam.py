@@ -14,100 +14,34 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 import horovod_topk.torch
 import training
 from horovod_topk import checkpoint
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
-from horovod_topk.ops.numpy import NumpyOps
-from horovod_topk.torch import OneBitAdam, SignSGD
+from horovod_topk.torch import OneBitAdam, OneBitLamb, SignSGD
 from plain import PlainTopKEF as TopKEF
+from published import FREEZE, SMALL, Published
 from training import Task
 from witness import assert_ranks_equal, bits
-
-FREEZE = 3
-SMALL = 16  # elements; smaller tensors travel whole
-BLOCK = 512  # elements of a tensor that one owner has; every tensor here has at most two blocks
-Array = NDArray[np.float32]
 
 
 def start(
     make: Callable[[], Task] = training.perceptron,
     compression: Any = None,
     horovod: Any = None,
+    kind: Any = OneBitAdam,
     **settings: Any,
 ) -> tuple[Any, Any]:
     torch.manual_seed(0)
     task = make()
-    optimizer = OneBitAdam(task.parameters(), **{"freeze_after": FREEZE, "lr": 0.01, **settings})
+    optimizer = kind(task.parameters(), **{"freeze_after": FREEZE, "lr": 0.01, **settings})
     if compression is None:
         compression = SignSGD(exchange="sharded", min_numel=SMALL)
     named = task.named_parameters()
     options = {"named_parameters": named, "compression": compression, **(horovod or {})}
     return task, hvd.DistributedOptimizer(optimizer, **options)
-
-
-def gradients_of(task: Any, rank: int, step: int) -> dict[str, Array]:
-    twin = deepcopy(task)
-    twin.zero_grad()
-    twin.loss(rank, step).backward()
-    return {name: p.grad.numpy().ravel().copy() for name, p in twin.named_parameters()}
-
-
-def signs(values: Array) -> Array:
-    """C: the sign times the mean magnitude, of each block that has an owner of its own."""
-    if values.size < SMALL:
-        return values
-    parts = []
-    for block in np.split(values, range(BLOCK, values.size, BLOCK)):
-        packed = NumpyOps().pack_values(block, "sign")[None]
-        read = NumpyOps().unpack_values(packed, block.size, "sign", "float32")[0]
-        assert np.abs(read[0]) == pytest.approx(np.abs(block).mean(), rel=2**-8, abs=1e-30)
-        parts.append(read)
-    return np.concatenate(parts)
-
-
-class Published:
-    """Algorithm 1 for all ranks, with the names of the paper."""
-
-    def __init__(self, task: Any, *, corrects: bool) -> None:
-        self.task, self.corrects, self.t = deepcopy(task), corrects, 0
-        zeros = {name: np.zeros(p.numel(), "f4") for name, p in task.named_parameters()}
-        self.m, self.v, self.server = deepcopy(zeros), deepcopy(zeros), deepcopy(zeros)
-        self.workers = [deepcopy(zeros) for _ in range(hvd.size())]
-
-    def step(self, lr: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> None:
-        gradients = [gradients_of(self.task, rank, self.t) for rank in range(hvd.size())]
-        self.t += 1
-        for name, p in self.task.named_parameters():
-            of_ranks = [one[name] for one in gradients]
-            if self.t <= FREEZE:
-                g = np.mean(of_ranks, 0, dtype="f4")
-                self.m[name] = b1 * self.m[name] + (1 - b1) * g
-                self.v[name] = b2 * self.v[name] + (1 - b2) * g * g
-            else:
-                self.m[name] = self.exchanged(
-                    name, [b1 * self.m[name] + (1 - b1) * g for g in of_ranks]
-                )
-            m, v = self.m[name], self.v[name]
-            if self.corrects:
-                m, v = m / (1 - b1**self.t), v / (1 - b2 ** min(self.t, FREEZE))
-            update = lr * m / (np.sqrt(v) + eps)
-            p.data -= torch.from_numpy(update.astype("f4")).view(p.shape)
-
-    def exchanged(self, name: str, momenta: list[Array]) -> Array:
-        sent = []
-        for worker, momentum in zip(self.workers, momenta, strict=True):
-            total = (momentum + worker[name]).astype("f4")
-            sent.append(signs(total))
-            worker[name] = total - sent[-1]
-        mean = sum(sent, np.float32(0)) * np.float32(1 / hvd.size())  # sums of signs may be 0
-        total = mean + self.server[name]
-        back = signs(total)
-        self.server[name] = total - back
-        return back
 
 
 @pytest.mark.world_size(2, 3)
@@ -184,13 +118,14 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(name: str | None, tmp_path: 
 
 
 @pytest.mark.world_size(2, 3)
-def test_an_overflow_on_one_rank_changes_nothing() -> None:
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+def test_an_overflow_on_one_rank_changes_nothing(kind: Any) -> None:
     """With a loss scaler: the momentum, and both errors, are without its scale."""
     runs = []
     for scale in (1.0, 1024.0):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
         compression = SignSGD(exchange="sharded", min_numel=SMALL, grad_scaler=scaler)
-        runs.append((*start(compression=compression), scaler))
+        runs.append((*start(compression=compression, kind=kind), scaler))
     for step in range(8):
         for task, optimizer, scaler in runs:
             for bad in [True, False] if step in (1, 5) else [False]:
@@ -224,9 +159,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_what_is_not_sound_is_refused_before_the_first_step(refused: str) -> None:
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+def test_what_is_not_sound_is_refused_before_the_first_step(kind: Any, refused: str) -> None:
     task, (options, message) = training.perceptron(), REFUSED[refused]
-    optimizer = OneBitAdam(task.parameters(), freeze_after=FREEZE)
+    optimizer = kind(task.parameters(), freeze_after=FREEZE)
     named = task.named_parameters()
     with pytest.raises((ConfigError, UnsupportedOperationError), match=message):
         hvd.DistributedOptimizer(optimizer, named_parameters=named, **options)
