@@ -32,7 +32,7 @@ WORKERS ?= 2
 # Which tests: fast, tools, all, or rest (what all adds to the first two); see tests/conftest.py.
 TIER ?= fast
 
-STUDIES := accuracy frontier default methods optimizers practice
+STUDIES := accuracy allocation frontier default methods optimizers practice
 BENCHMARKS := bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes
 
 .PHONY: help setup demo clean test test-tools test-all check fuzz docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy frontier default methods optimizers practice

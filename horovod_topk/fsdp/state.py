@@ -23,7 +23,7 @@ from horovod_topk import reporting
 from horovod_topk.core.exchange.selection import check_owners
 from horovod_topk.errors import RepeatedSynchronizeError, UnsupportedOperationError
 from horovod_topk.torch_training.collective import GroupCollective
-from horovod_topk.torch_training.gradients import Slot
+from horovod_topk.torch_training.gradients import Slot, local
 from horovod_topk.torch_training.in_backward import BackwardHooks, Refusals, check_optimizers
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
@@ -81,6 +81,8 @@ class FSDPState(TrainingState):
         label = f"a {type(model).__name__} with {len(names)} sharded parameters"
         super().__init__(optimizers, SimpleNamespace(included=lambda: True, size=group.size), label)
         self._root: Any = weakref.ref(model)
+        mesh = next(iter(names)).device_mesh
+        self.part = f".{mesh.get_local_rank()}of{mesh.size()}" if mesh.size() > 1 else ""
         self._units: dict[int, Any] = {}  # FSDP's group of each parameter, by id
         self._slots: dict[int, tuple[BackwardHooks, Slot]] = {}  # by the parameter's id
         self._next: dict[BackwardHooks, int] = {}  # buckets that were sent in this backward
@@ -121,14 +123,14 @@ class FSDPState(TrainingState):
 
     @untraced
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        """Drop what a backward that has raised has left, and note gradients zeroed in place."""
+        """Drop what a backward that has raised has left, and note gradients that were cleared."""
         if not torch.is_grad_enabled():
             return
         if self._next:
             self._drop_step()
         for _, slot in self._slots.values():
-            seen = slot.exchanged
-            if seen is not None and slot.gradient is seen.owner and not slot.waits():
+            seen, now = slot.exchanged, slot.parameter.grad
+            if seen is not None and (now is None or (now is seen.owner and not slot.waits())):
                 slot.exchanged = None
 
     @untraced
@@ -144,16 +146,14 @@ class FSDPState(TrainingState):
         with self._failing_later():
             hooks.check_is_alive()
             slot.has_fired = True
-            gradient = slot.gradient
-            assert gradient is not None
-            if slot.exchanged is not None and gradient is slot.exchanged.owner:
+            if slot.exchanged is not None and p.grad is slot.exchanged.owner:
                 raise RepeatedSynchronizeError(
                     "its gradient was exchanged already, and another one was added to it",
                     tensor=slot.spec.name,
                     cure=ACCUMULATE,
                 )
             slot.exchanged = None
-            hooks.buckets.add(slot, gradient, gradient)
+            hooks.buckets.add(slot, p.grad, local(p.grad))
             self._launch(hooks)
 
     def _reduces(self, p: Tensor) -> bool:
@@ -203,7 +203,10 @@ class FSDPState(TrainingState):
         failed, self._failed = self._failed, None
         self._next = {}
         if failed is not None:
+            exchanged = {slot: slot.exchanged for _, slot in self._slots.values()}
             self._drop_step()
+            for slot, seen in exchanged.items():  # adding to one more often is no better
+                slot.exchanged = seen
             raise failed
         for hooks in fired:
             for slot in hooks.buckets.slots.values():

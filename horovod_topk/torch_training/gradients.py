@@ -70,13 +70,19 @@ class ReadyGradient:
     """A gradient as it was when its hook fired, or when this package last wrote to it."""
 
     owner: Tensor  # p.grad
-    dense: Tensor  # the same, or its dense copy when sparse_as_dense
+    dense: Tensor  # the same, this rank's part of it, or its dense copy when sparse_as_dense
     version: int  # counts in-place writes; see torch.Tensor._version
     address: int  # memory address of `dense`: assigning to `.data` changes no version
 
     def note_writing(self) -> None:
         """Note that all writes to the gradient so far were this package's own."""
         self.version = self.owner._version
+
+
+def ready(gradient: Tensor) -> ReadyGradient:
+    """Note a gradient as it is now."""
+    own = local(gradient)
+    return ReadyGradient(gradient, own, gradient._version, own.data_ptr())
 
 
 class Slot:
@@ -101,7 +107,7 @@ class Slot:
 
     def is_still(self, seen: ReadyGradient) -> bool:
         """Whether the parameter's gradient is the one that was seen, not written to since."""
-        gradient = self.gradient
+        gradient = self.parameter.grad
         return (
             gradient is seen.owner
             and gradient._version == seen.version
@@ -139,20 +145,22 @@ class Slot:
             p.grad = torch.empty_like(p)
             local(p.grad).copy_(seen.dense)
         self.exchanged, self.has_fired = None, False
-        if (own := self.gradient) is not None:
-            self.exchanged = ReadyGradient(own, own, own._version, own.data_ptr())
+        if p.grad is not None:
+            self.exchanged = ready(p.grad)
 
     def present(self) -> tuple[Any, int]:
         """As in `Buckets.present`."""
-        gradient = self.gradient
+        gradient = self.parameter.grad
         if gradient is None:
             return 0, 0
-        is_view = self.exchanged is not None and gradient.data_ptr() == self.exchanged.address
+        is_view = (
+            self.exchanged is not None and local(gradient).data_ptr() == self.exchanged.address
+        )
         return object() if is_view and gradient.numel() else id(gradient), gradient._version
 
     def writes(self) -> int:
         """Number of times that the exchanged gradient was written to since; `REPLACED`."""
-        gradient, exchanged = self.gradient, self.exchanged
+        gradient, exchanged = self.parameter.grad, self.exchanged
         if gradient is None or exchanged is None or gradient is not exchanged.owner:
             return REPLACED
         return gradient._version - exchanged.version
@@ -177,10 +185,10 @@ class Slot:
 
         A gradient of zeros does not count: there may be nothing to apply.
         """
-        gradient, exchanged = self.gradient, self.exchanged
-        if exchanged is None or gradient is not exchanged.owner:
+        exchanged = self.exchanged
+        if exchanged is None or self.parameter.grad is not exchanged.owner:
             return False
-        return _is_nonzero(gradient)
+        return _is_nonzero(self.gradient)
 
 
 @dataclass(frozen=True)
@@ -397,7 +405,7 @@ def any_applied(slots: Iterable[Slot]) -> bool:
     `hvd.broadcast_optimizer_state` steps.
     """
     exchanged = [slot for slot in slots if slot.exchanged is not None]
-    if any(s.exchanged and s.gradient is s.exchanged.owner for s in exchanged):
+    if any(s.exchanged and s.parameter.grad is s.exchanged.owner for s in exchanged):
         return True
     found = (slot.gradient for slot in exchanged)
     return any(_is_nonzero(gradient) for gradient in found if gradient is not None)

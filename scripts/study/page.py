@@ -18,6 +18,7 @@ from pages.markdown import spread, table
 from study import causes, expenses, matrix, pictures
 from study.results import DENSE, RESULTS, Row, Study, end, shown
 
+GAP, WORSE = 0.5, 0.2  # %
 PLAIN = {
     "values": "float32",
     "momentum": 0,
@@ -41,6 +42,26 @@ def costs(study: Study, cases: str, name: str) -> str:
     """The smallest and the largest cost of a compressor, over cases and seeds."""
     found = [cost for title in study.titles(cases) for cost in study.rows(title)[name].costs]
     return f"{min(found):.0f}% to {max(found):.0f}%"
+
+
+def gaps(study: Study, cases: str, one: str, other: str) -> str:
+    """Mean costs of two compressors over cases, and in how many a gap of over 0.5% is halved."""
+    rows = [study.rows(title) for title in study.titles(cases)]
+    pairs = [tuple(_mean_cost(each[name]) for name in (one, other)) for each in rows]
+    known = [pair for pair in pairs if all(map(math.isfinite, pair))]
+    means = [statistics.fmean(costs) for costs in zip(*known, strict=True)]
+    large = [pair for pair in known if pair[0] > GAP]
+    halved = sum(max(after, 0.0) <= before / 2 for before, after in large)
+    worse = sum(after > before + WORSE for before, after in known)
+    return (
+        f"{means[0]:+.2f}% and {means[1]:+.2f}% on average over {len(known)} cases; of {len(large)} "
+        f"in which the first costs more than {GAP}%, the second costs at most half of that in "
+        f"{halved}; it costs over {WORSE} points more than the first in {worse}"
+    )
+
+
+def _mean_cost(row: Row) -> float:
+    return statistics.fmean(row.costs)
 
 
 def dense(study: Study, case: str) -> str:
@@ -365,7 +386,19 @@ LIBRARIES = {
 FUNCTIONS: dict[str, Callable[..., str]] = {
     each.__name__: each
     for each in (
-        *(difference, fewer, costs, dense, summary, across, alike, everything, variants, seeds),
+        *(
+            difference,
+            fewer,
+            costs,
+            gaps,
+            dense,
+            summary,
+            across,
+            alike,
+            everything,
+            variants,
+            seeds,
+        ),
         *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
         *(matrix.progress, matrix.brief, matrix.worst, matrix.means, matrix.cells, matrix.dots),
         *(matrix.parts, matrix.by_loop, matrix.signed, matrix.beyond_seeds, matrix.changed),

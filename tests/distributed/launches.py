@@ -47,7 +47,12 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FOLDERS = {"torch": HERE / "ranks", "tensorflow": HERE / "tensorflow_ranks", "ddp": HERE / "ranks"}
+FOLDERS = {
+    "torch": HERE / "ranks",
+    "tensorflow": HERE / "tensorflow_ranks",
+    "ddp": HERE / "ranks",
+    "fsdp": HERE / "ranks",
+}
 
 EVERY = ("fast", "rest", "all")
 AFTERWARDS = ("rest", "all")
@@ -70,7 +75,7 @@ class Job:
     """One launch.
 
     Attributes:
-        framework: "torch", "tensorflow" or "ddp": whose ranks.
+        framework: "torch", "tensorflow", "ddp" or "fsdp": whose ranks.
         controller: Horovod's, "gloo" or "mpi"; "alone" is one process without a launcher;
             "torchrun" is torch.distributed's launcher, with Gloo.
         ranks: how many.
@@ -141,7 +146,12 @@ def runs(
     return {"all": True, "fast": fast, "rest": not fast}[tier]
 
 
-TORCH = named("torch", "alone", "nodes", "ddp")
+TORCH = named("torch", "alone", "nodes", "ddp", "fsdp")
+# Those that know no adapter, with FSDP2: every rank is a node.
+FSDP = (
+    *("allocation", "as_simulated", "checkpoint", "groups_ratios", "methods", "options"),
+    *("ranks_agree", "training_loops", "updates"),
+)
 # The files that ask nothing of Horovod but its verbs, in ranks/over_torch.py; and DDP's own.
 DDP = (
     *(
@@ -190,6 +200,8 @@ JOBS = (
     Job("ddp", "torchrun", 2, DDP),
     Job("ddp", "torchrun", 3, DDP),
     Job("ddp", "torchrun", 4, DDP, AFTERWARDS),
+    Job("fsdp", "torchrun", 4, ("fsdp",)),
+    Job("fsdp", "torchrun", 2, FSDP, AFTERWARDS, settings={"TEST_ADAPTER": "fsdp"}),
     Job("tensorflow", "alone", 1, ("alone",)),
     Job("tensorflow", "gloo", 2, TENSORFLOW, MERGED, settings=SLOW_CYCLES),
     Job("tensorflow", "gloo", 2, LAWS, AFTERWARDS, settings=SLOW_CYCLES),

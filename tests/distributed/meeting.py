@@ -93,6 +93,8 @@ def _runs(item: pytest.Item, size: int, ordinal: int) -> bool:
     under_torchrun = CONTROLLER == "torchrun"
     if under_torchrun and item.get_closest_marker("horovod"):
         return False
+    if os.environ.get("TEST_ADAPTER") == "fsdp" and item.get_closest_marker("whole"):
+        return False
     sizes, everywhere, part = map(item.get_closest_marker, ("world_size", "everywhere", "one_in"))
     beside = everywhere.kwargs.get("one_in", 1) if everywhere else 1
     skipped = part and ordinal % part.args[0] != part.kwargs.get("first", 0)

@@ -18,7 +18,7 @@ class Rank:
     def __init__(self, world: World, rank: int, framework: str) -> None:
         self._compressor = world.ranks[rank]
         self._backend = world.backend
-        self.framework, self.rank_and_ranks = framework, (rank, world.size)
+        self.framework, self.rank_and_ranks, self.part = framework, (rank, world.size), ""
         self.reduction, self.steps, self.active = world.plan.reduction, self._compressor.steps, True
         self.skipped: dict[str, str] = {}
         self.tensors = {t.spec.name: list(t.spec.shape) for t in world.plan.tensors()}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from horovod_topk.torch_training.gradients import local
 from horovod_topk.updates.formulas import AFTER
 
 
@@ -15,7 +16,7 @@ class Exact:
     """A parameter of SGD, Adam or AdamW."""
 
     def __init__(self, start: Tensor) -> None:
-        self.p, self.steps = start.detach().double().numpy().copy(), 0
+        self.p, self.steps = local(start).detach().double().numpy().copy(), 0
         self.codes = np.zeros(start.shape, int)
         self.m, self.v, self.largest = (np.zeros(start.shape) for _ in range(3))
 
@@ -23,7 +24,7 @@ class Exact:
         """group: its parameter group; gradient: exchanged; factors: c of both classes."""
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         c = np.where((self.codes / 255) ** 4 > 0.5, *damping.tolist())
-        g = gradient.double().numpy().copy()
+        g = local(gradient).double().numpy().copy()
         self.codes = np.where(g != 0, *np.array(AFTER)[::-1][:, self.codes])
         phi, rms = (self.codes / 255) ** 4, np.sqrt(np.square(self.p).mean())
         g = -g if group["maximize"] else g

@@ -46,7 +46,7 @@ GUARD = tuple(map(float, Memory(stage=3, since=5, trend=1)))
 class Rank:
     """One process: residuals, and their manager. It is its manager's `State` and `Talk`."""
 
-    framework, active = "numpy", True
+    framework, active, part = "numpy", True, ""
 
     def __init__(self, commit_dir: Path | None, reduction: str) -> None:
         self.reduction, self.tensors = reduction, SHAPES

@@ -52,7 +52,7 @@ def cases_of(framework: str, folder: Path, stems: set[str]) -> Iterator[Case]:
                     any(mark.startswith(everywhere) for mark in marks),
                     slow in marks,
                 )
-                if framework == "ddp" and "pytest.mark.horovod" in marks:
+                if framework in ("ddp", "fsdp") and "pytest.mark.horovod" in marks:
                     continue
                 yield case
                 if framework != "torch":  # one in four, or in two, of its parametrisations
@@ -79,6 +79,8 @@ def assigns_marks(node: ast.stmt) -> bool:
 def cases(launches: Any) -> list[Case]:
     def stems(framework: str) -> set[str]:
         jobs = [job for job in launches.JOBS if job.framework == framework]
+        if framework == "fsdp":  # the others are DDP's, once more
+            return {"case_fsdp"}
         return {f"case_{name}" for job in jobs for name in job.cases}
 
     found = [(name, folder, stems(name)) for name, folder in launches.FOLDERS.items()]
@@ -122,7 +124,8 @@ def test_cases_for_torchrun_load_no_horovod(launches: Any) -> None:
 
 def only_afterwards(case: Case) -> bool:
     """Whether the fast tier has it under Horovod, and not under torchrun."""
-    return case.framework == "ddp" and (not case.everywhere or case.sizes == (4,))
+    of_laws = case.framework == "ddp" and (not case.everywhere or case.sizes == (4,))
+    return of_laws or (case.framework == "fsdp" and not case.everywhere)
 
 
 def test_every_case_is_launched_in_the_fast_tier(launches: Any, cases: list[Case]) -> None:
@@ -150,7 +153,9 @@ def test_the_rest_is_what_all_adds_to_fast(launches: Any, cases: list[Case]) -> 
 def test_no_launch_is_without_a_case(launches: Any, cases: list[Case]) -> None:
     for tier in ("fast", "rest", "all"):
         used = {id(job) for case in cases for job in jobs_with(launches, case, tier)}
-        assert [job for job, *_ in launched(launches, tier) if id(job) not in used] == []
+        again = {id(job) for job in launches.JOBS if job.cases is launches.FSDP}  # DDP's cases
+        jobs = [job for job, *_ in launched(launches, tier)]
+        assert [job for job in jobs if id(job) not in used | again] == []
 
 
 EITHER = {("gloo", 2), ("mpi", 3)}

@@ -41,6 +41,7 @@ class Attached(Generic[Kept]):
     """
 
     framework: str  # "torch" or "tensorflow"
+    part: str = ""  # which shard of all gradients this rank has, for names of files
     _state: Kept  # set if it is active
     warnings: Sequence[str] = ()  # warnings for this optimizer, as in the log
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import training
 from horovod_topk.core.plan.nodes import Location
+from horovod_topk.torch_training.gradients import local
 from simulated import ROWS, SHAPES, Row, assert_as_simulated
 from training import Setup, Task
 from world import TopKEF, adapter, hvd, place
@@ -46,7 +47,7 @@ class Trained:
         self._optimizer.zero_grad()
         self._task.loss(hvd.rank(), 0).backward()
         self._optimizer.synchronize()
-        exchanged = [p.grad.clone().numpy() for p in self._task.parameters()]
+        exchanged = [local(p.grad).clone().numpy() for p in self._task.parameters()]
         if all(torch.from_numpy(each).isfinite().all() for each in exchanged):
             with self._optimizer.skip_synchronize():
                 self._optimizer.step()

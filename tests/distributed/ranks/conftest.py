@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meeting import Meeting, choose
-from world import begin, hvd
+from world import FSDP, begin, hvd
 
 
 def without_compiler() -> None:
@@ -30,7 +30,8 @@ def without_compiler() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    without_compiler()
+    if not (FSDP or "case_fsdp.py" in " ".join(map(str, config.args))):  # DTensors need more
+        without_compiler()
     begin()
     torch.set_num_threads(1)
     config.pluginmanager.register(Meeting(hvd.rank(), hvd.size()), "meeting")

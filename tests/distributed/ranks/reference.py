@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from horovod_topk.torch_training.gradients import local
 from training import MakeOptimizer, Task
 
 
@@ -81,5 +82,5 @@ class ErrorFeedback:
 
 
 def _flat(gradient: Tensor) -> np.ndarray:
-    flat: np.ndarray = gradient.detach().clone().reshape(-1).numpy()
+    flat: np.ndarray = local(gradient).detach().clone().reshape(-1).numpy()
     return flat

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import world
+from horovod_topk.torch_training.gradients import local
 from world import hvd
 
 Parameters = list[nn.Parameter]
@@ -259,7 +260,7 @@ class Setup:
     def task(self) -> Task:
         """The model, equal on all ranks."""
         torch.manual_seed(7)
-        return self.build()
+        return hvd.sharded(self.build()) if world.FSDP else self.build()
 
     def distributed(self, task: Task, compression: object) -> Any:
         """The model's optimizer as Horovod wraps it, or DistributedDataParallel the model."""
@@ -276,8 +277,8 @@ class Setup:
 
 
 def snapshot(task: nn.Module) -> list[Tensor]:
-    """Copies of all parameters."""
-    return [p.detach().clone() for p in task.parameters()]
+    """Copies of all parameters, or of this rank's parts."""
+    return [local(p).detach().clone() for p in task.parameters()]
 
 
 def trajectory(setup: Setup, compression: object, steps: int = 25) -> list[list[Tensor]]:

@@ -1,0 +1,357 @@
+"""FSDP2 on two nodes of two ranks: shards are added up within a node, and compressed between."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from horovod_topk import checkpoint
+from horovod_topk.errors import (
+    ConfigError,
+    NotAttachedError,
+    PlanMismatchError,
+    RepeatedSynchronizeError,
+    StepBeforeSynchronizeError,
+    UnsupportedOperationError,
+)
+from horovod_topk.fsdp import PowerSGD, SignSGD, TopKEF
+from horovod_topk.torch_training.onebit_adam import OneBitAdam
+
+pytestmark = pytest.mark.world_size(4)
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "fused AdamW": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01),
+}
+DENSE = {"ratio": 1.0, "values": "float32"}
+SPARSE = {"ratio": 0.1, "min_numel": 0, "warmup": None}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+class Net(nn.Module):
+    """Three units; the second one may be left out. Shards are uneven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(20, 33), nn.Linear(33, 33), nn.Linear(33, 7)
+
+    def forward(self, x: Tensor, uses_second: bool = True) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(self.second(x).tanh() if uses_second else x)
+
+
+def sharded(
+    mesh: DeviceMesh, prepare: Callable[[nn.Module], Any] = lambda unit: unit, **options: Any
+) -> Net:
+    torch.manual_seed(3)
+    net = Net()
+    for name in ("first", "second", "last"):
+        setattr(net, name, fully_shard(prepare(getattr(net, name)), mesh=mesh, **options))
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def attached(mesh: DeviceMesh, optimizer: Any, settings: Any, **options: Any) -> tuple[Net, Any]:
+    net = sharded(mesh["shard"], **options)
+    own = optimizer(net.parameters())
+    compressor = settings if isinstance(settings, TopKEF.__mro__[1]) else TopKEF(**settings)
+    compressor.attach(net, own, between=mesh["replicate"])
+    return net, own
+
+
+def loss(net: nn.Module, step: int, **options: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    x = torch.randn(8, 20, generator=generator)
+    return (net(x, **options).float() - x[:, :7].sin()).square().mean()
+
+
+def ordinary(net: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    loss(net, step).backward()
+    optimizer.step()
+
+
+def parts(net: nn.Module) -> list[Tensor]:
+    return [p.to_local().detach().clone() for p in net.parameters()]  # type: ignore[attr-defined]
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def assert_nodes_equal(net: nn.Module, mesh: DeviceMesh) -> None:
+    own = torch.cat([part.reshape(-1) for part in parts(net)])
+    both = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(both, own, group=mesh["replicate"].get_group())
+    assert torch.equal(*both)
+
+
+# What it computes.
+
+
+def clipped(net: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    loss(net, step).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+
+
+def accumulated(net: Any, optimizer: Any, step: int, begin: str = "gradient_sync") -> None:
+    optimizer.zero_grad()
+    for i in range(3):
+        getattr(net, f"set_requires_{begin}")(i == 2)
+        loss(net, 3 * step + i).backward()
+    optimizer.step()
+
+
+LOOPS: dict[str, Callable[..., None]] = {
+    "ordinary": ordinary,
+    "clipped": clipped,
+    "accumulated": accumulated,
+    "accumulated shards": partial(accumulated, begin="all_reduce"),
+}
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_at_full_ratio_it_is_hsdp(name: str, loop: str, mesh: DeviceMesh) -> None:
+    """To the bit, with two nodes."""
+    ours, own = attached(mesh, OPTIMIZERS[name], DENSE)
+    theirs = sharded(mesh)
+    its = OPTIMIZERS[name](theirs.parameters())
+    for step in range(5):
+        LOOPS[loop](ours, own, step)
+        LOOPS[loop](theirs, its, step)
+    assert_same(parts(ours), parts(theirs))
+
+
+NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mixed precision": {"mp_policy": NARROW},
+    "not resharded": {"reshard_after_forward": False},
+    "checkpointed": {"prepare": checkpoint_wrapper},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_fully_shard(option: str, mesh: DeviceMesh) -> None:
+    ours, own = attached(mesh, OPTIMIZERS["AdamW"], DENSE, **OPTIONS[option])
+    theirs = sharded(mesh, **OPTIONS[option])
+    its = OPTIMIZERS["AdamW"](theirs.parameters())
+    for step in range(4):
+        ordinary(ours, own, step)
+        ordinary(theirs, its, step)
+    assert_same(parts(ours), parts(theirs))
+
+
+SETTINGS: dict[str, Any] = {
+    "default": dict[str, Any](),
+    "sparse": SPARSE,
+    "sharded": SPARSE | {"exchange": "sharded"},
+    "sampled int8": SPARSE | {"values": "int8", "selection": "sampled"},
+    "adaptive": SPARSE | {"allocation": "adaptive"},
+    "PowerSGD": PowerSGD(rank=1, min_numel=0),
+    "SignSGD": SignSGD(min_numel=0),
+}
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nodes_stay_equal(name: str, settings: str, mesh: DeviceMesh) -> None:
+    net, optimizer = attached(mesh, OPTIMIZERS[name], SETTINGS[settings])
+    for step in range(6):
+        ordinary(net, optimizer, step)
+        assert_nodes_equal(net, mesh)
+    stats = TopKEF.of(net).stats()
+    assert stats.steps == 6 and stats.ranks == 2
+    assert stats.elements == sum(part.numel() for part in parts(net))
+    assert stats.residual_norm > 0 and stats.sent_bytes < stats.dense_bytes
+
+
+def test_what_is_not_sent_comes_later(mesh: DeviceMesh) -> None:
+    """The sum of what both nodes applied and of their residuals is that of their gradients."""
+    net, optimizer = attached(mesh, partial(torch.optim.SGD, lr=0.0), SPARSE | {"momentum": 0})
+    twin = sharded(mesh["shard"])
+    sent, came = list[Tensor](), list[Tensor]()
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 1e-30
+        ordinary(net, optimizer, step)
+        sent.append(flat([p.grad.to_local() for p in net.parameters()]))  # type: ignore[union-attr]
+        twin.zero_grad()
+        loss(twin, step).backward()
+        came.append(flat([p.grad.to_local() for p in twin.parameters()]))  # type: ignore[union-attr]
+    state = TopKEF.of(net)
+    residuals = flat([state.residual(name) for name, _ in net.named_parameters()])
+    mean = torch.stack([sum(came), residuals])  # type: ignore[list-item]
+    dist.all_reduce(mean, group=mesh["replicate"].get_group())
+    gradients, left = mean / 2
+    torch.testing.assert_close(sum(sent) + left, gradients, rtol=1e-4, atol=1e-6)
+    assert residuals.any()
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([each.reshape(-1) for each in tensors])
+
+
+# What is left out of a step.
+
+
+def test_a_unit_that_one_node_does_not_use(mesh: DeviceMesh) -> None:
+    net, optimizer = attached(mesh, OPTIMIZERS["AdamW"], SPARSE)
+    for step in range(5):
+        optimizer.zero_grad()
+        uses = mesh["replicate"].get_local_rank() == 0 or step == 2
+        loss(net, step, uses_second=uses).backward()
+        optimizer.step()
+        assert_nodes_equal(net, mesh)
+    assert TopKEF.of(net).stats().steps == 5
+
+
+def test_a_frozen_unit(mesh: DeviceMesh) -> None:
+    net = sharded(mesh["shard"])
+    net.second.requires_grad_(False)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    TopKEF(**SPARSE).attach(net, optimizer, between=mesh["replicate"])
+    for step in range(3):
+        ordinary(net, optimizer, step)
+    assert_nodes_equal(net, mesh)
+    assert not any("second" in name for name in TopKEF.of(net).tensors)
+
+
+def test_two_optimizers(mesh: DeviceMesh) -> None:
+    net = sharded(mesh["shard"])
+    last = [*net.last.parameters()]
+    others = [p for p in net.parameters() if not any(p is each for each in last)]
+    both = [torch.optim.SGD(others, lr=0.1, momentum=0.9), torch.optim.AdamW(last, lr=0.01)]
+    TopKEF(**SPARSE).attach(net, both, between=mesh["replicate"])
+    for step in range(3):
+        net.zero_grad()
+        loss(net, step).backward()
+        for optimizer in both:
+            optimizer.step()
+    assert_nodes_equal(net, mesh)
+    assert TopKEF.of(net).stats().steps == 6
+
+
+def test_a_forward_without_gradients_between_backward_and_step(mesh: DeviceMesh) -> None:
+    net, optimizer = attached(mesh, OPTIMIZERS["SGD"], SPARSE)
+    twin, its = attached(mesh, OPTIMIZERS["SGD"], SPARSE)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step == 1)
+        loss(net, step).backward()
+        with torch.no_grad():
+            loss(net, 70)
+        optimizer.step()
+        ordinary(twin, its, step)
+    assert_same(parts(net), parts(twin))
+
+
+# Checkpoints.
+
+
+def test_a_restart_goes_on_to_the_bit(mesh: DeviceMesh, tmp_path: Path) -> None:
+    folders = [str(tmp_path)]
+    dist.broadcast_object_list(folders)
+    net, optimizer = attached(mesh, OPTIMIZERS["AdamW"], SPARSE)
+    for step in range(3):
+        ordinary(net, optimizer, step)
+    path = checkpoint.save(folders[0], TopKEF.of(net))
+    dist.barrier()
+    assert path is not None and len([*path.parent.glob("*.safetensors")]) == 4
+    again = sharded(mesh["shard"])
+    with torch.no_grad():
+        for p, q in zip(again.parameters(), net.parameters(), strict=True):
+            p.copy_(q)
+    its = OPTIMIZERS["AdamW"](again.parameters())
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    TopKEF(**SPARSE).attach(again, its, between=mesh["replicate"])
+    checkpoint.load(folders[0], TopKEF.of(again))
+    for step in range(3, 6):
+        ordinary(net, optimizer, step)
+        ordinary(again, its, step)
+    assert_same(parts(net), parts(again))
+
+
+# What is refused.
+
+
+@pytest.fixture
+def plain(mesh: DeviceMesh) -> tuple[Net, Any]:
+    net = sharded(mesh["shard"])
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def test_models_and_meshes_that_are_refused(plain: tuple[Net, Any], mesh: DeviceMesh) -> None:
+    net, optimizer = plain
+    native = sharded(mesh)
+    its = torch.optim.SGD(native.parameters(), lr=0.1)
+    between = mesh["replicate"]
+    with pytest.raises(ConfigError, match="a mesh of 2 dimensions, so that PyTorch itself adds"):
+        TopKEF().attach(native, its, between=between)
+    with pytest.raises(ConfigError, match="between= is a mesh of 2 dimensions"):
+        TopKEF().attach(net, optimizer, between=mesh)
+    with pytest.raises(ConfigError, match="FSDP2 shards it among ranks that between= has too"):
+        TopKEF().attach(net, optimizer, between=mesh["shard"])
+    with pytest.raises(ConfigError, match="neither a mesh nor a process group"):
+        TopKEF().attach(net, optimizer, between="replicate")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="fully_shard was not called with this Linear"):
+        TopKEF().attach(nn.Linear(2, 2), optimizer, between=between)
+    with pytest.raises(ConfigError, match="the model is an optimizer"):
+        TopKEF().attach(optimizer, net, between=between)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="has not all parameters that the model trains"):
+        few = torch.optim.SGD(net.last.parameters(), lr=0.1)
+        TopKEF().attach(net, few, between=between)
+    with pytest.raises(UnsupportedOperationError, match="OneBitAdam exchanges its momentum"):
+        TopKEF().attach(net, OneBitAdam(net.parameters(), 5), between=between)
+    with pytest.raises(NotAttachedError, match="no compressor is attached to this FSDPNet"):
+        TopKEF.of(net)
+    TopKEF().attach(net, optimizer, between=between)
+    with pytest.raises(ConfigError, match="attached to this model already"):
+        TopKEF().attach(net, optimizer, between=between)
+
+
+def test_nodes_with_different_settings(plain: tuple[Net, Any], mesh: DeviceMesh) -> None:
+    net, optimizer = plain
+    ratio = 0.1 if mesh["replicate"].get_local_rank() else 0.2
+    with pytest.raises(PlanMismatchError, match="settings"):
+        TopKEF(ratio=ratio).attach(net, optimizer, between=mesh["replicate"])
+
+
+def test_steps_that_are_refused(mesh: DeviceMesh) -> None:
+    net, optimizer = attached(mesh, OPTIMIZERS["AdamW"], SPARSE)
+    loss(net, 0).backward()
+    for _ in range(2):  # nothing has changed in between
+        net_before = parts(net)
+        with pytest.raises(RepeatedSynchronizeError, match="another one was added to it"):
+            loss(net, 1).backward()
+        assert_same(parts(net), net_before)
+    net.set_requires_gradient_sync(False)
+    optimizer.zero_grad()
+    loss(net, 2).backward()
+    net.set_requires_gradient_sync(True)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(StepBeforeSynchronizeError, match="were not exchanged"):
+        optimizer.step()
+    optimizer.zero_grad()
+    ordinary(net, optimizer, 3)
+    assert_nodes_equal(net, mesh)
