@@ -25,14 +25,14 @@ def check_model(model: Any) -> None:
     """
     if not isinstance(model, DistributedDataParallel):
         names = {kind.__name__ for kind in type(model).__mro__}
-        sharded = "FSDP gives a rank the sum of a shard, and error feedback needs its own gradients"
+        sharded = "FSDP gives a rank the sum of a shard, and DistributedDataParallel is not there"
         if isinstance(model, Optimizer):
             cure = "Pass the model first, and then the optimizer"
             raise ConfigError(f"the model is an optimizer, {type(model).__name__}", cure=cure)
         raise ConfigError(
             sharded if _SHARDED & names else f"{type(model)} is no DistributedDataParallel",
             cure="Pass the DistributedDataParallel itself: what Accelerate's prepare() returns, or "
-            "Lightning's trainer.strategy.model. docs/ddp.md says what FSDP would need",
+            "Lightning's trainer.strategy.model. For FSDP2: horovod_topk.fsdp, docs/fsdp.md",
         )
     for reason, cure, tensor in (*_of_parameters(model), *_of_options(model)):
         raise ConfigError(reason, cure=cure, tensor=tensor)

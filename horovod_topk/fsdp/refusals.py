@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import distributed as dist
@@ -10,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from horovod_topk.errors import ConfigError
+from horovod_topk.config import Settings
+from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.torch_training.onebit_adam import OneBitAdam
 
 MESH = 'Pass fully_shard(module, mesh=mesh["shard"]), and TopKEF the other dimension, between='
 
@@ -86,3 +89,23 @@ def group_of(between: Any, model: nn.Module) -> dist.ProcessGroup:
                 cure='Pass the dimension that fully_shard did not get, between=mesh["replicate"]',
             )
     return between
+
+
+def check_settings(optimizers: Sequence[Any], config: Settings) -> None:
+    """Refuse optimizers and settings that need whole gradients.
+
+    Raises:
+        ConfigError, UnsupportedOperationError: with the reason.
+    """
+    if config.clip_norm is not None:
+        raise ConfigError(
+            f"clip_norm={config.clip_norm:g} was given, and a rank knows the norm of its shards "
+            "alone",
+            cure="Clip after backward(), with torch.nn.utils.clip_grad_norm_",
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, OneBitAdam):
+            raise UnsupportedOperationError(
+                f"{type(optimizer).__name__} exchanges its momentum, and FSDP2 has sharded it",
+                cure="Use AdamW with TopKEF, or DistributedDataParallel",
+            )

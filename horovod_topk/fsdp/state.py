@@ -21,11 +21,11 @@ from torch.autograd import Variable
 
 from horovod_topk import reporting
 from horovod_topk.core.exchange.selection import check_owners
-from horovod_topk.errors import RepeatedSynchronizeError, UnsupportedOperationError
+from horovod_topk.errors import RepeatedSynchronizeError
+from horovod_topk.fsdp.refusals import check_settings
 from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.gradients import Slot, local
 from horovod_topk.torch_training.in_backward import BackwardHooks, Refusals, check_optimizers
-from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
 from horovod_topk.torch_training.tracing import untraced
 
@@ -88,7 +88,7 @@ class FSDPState(TrainingState):
         self._next: dict[BackwardHooks, int] = {}  # buckets that were sent in this backward
         self._failed: BaseException | None = None  # to be raised at the end of backward
         check_optimizers(optimizers, names)
-        self._check_methods(optimizers)
+        check_settings(optimizers, compressor.config)
         if not self.active:
             for optimizer in optimizers:
                 self._leave(optimizer, compressor.config)
@@ -105,15 +105,6 @@ class FSDPState(TrainingState):
         self._use(*each)
         handles = [p.register_post_accumulate_grad_hook(self._ready) for p in names]
         self._handles = [*handles, model.register_forward_pre_hook(self._before_forward)]
-
-    @staticmethod
-    def _check_methods(optimizers: Sequence[Any]) -> None:
-        for optimizer in optimizers:
-            if isinstance(optimizer, OneBitAdam):
-                raise UnsupportedOperationError(
-                    f"{type(optimizer).__name__} exchanges its momentum, and FSDP2 has sharded it",
-                    cure="Use AdamW with TopKEF, or DistributedDataParallel",
-                )
 
     def detach(self) -> None:
         """As `TrainingState.detach`."""

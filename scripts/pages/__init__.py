@@ -24,6 +24,7 @@ Values = Mapping[str, Any]  # texts, numbers, and functions that return text
 REPORTS = {  # the pages of benchmarks -> the module whose `values` turns results into figures
     "benchmarks": "benchmarks.steps",
     "crashes": "benchmarks.crashes_page",
+    "fsdp": "benchmarks.fsdp",
     "kernels": "benchmarks.kernels_page",
     "network": "benchmarks.network_page",
     "plan-grid": "benchmarks.plan_page",

@@ -53,11 +53,10 @@ def gaps(study: Study, cases: str, one: str, other: str) -> str:
     large = [pair for pair in known if pair[0] > GAP]
     halved = sum(max(after, 0.0) <= before / 2 for before, after in large)
     worse = sum(after > before + WORSE for before, after in known)
-    return (
-        f"{means[0]:+.2f}% and {means[1]:+.2f}% on average over {len(known)} cases; of "
-        f"{len(large)} in which the first costs more than {GAP}%, the second costs at most half of that in "
-        f"{halved}; it costs over {WORSE} points more than the first in {worse}"
-    )
+    text = f"{means[0]:+.2f}% and {means[1]:+.2f}% on average over {len(known)} cases; "
+    text += f"of {len(large)} in which the first costs more than {GAP}%, the second costs at most "
+    text += f"half of that in {halved}; it costs over {WORSE} points more than the first in {worse}"
+    return text
 
 
 def _mean_cost(row: Row) -> float:

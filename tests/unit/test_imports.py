@@ -266,6 +266,7 @@ ROOMS = {
         "horovod_topk.torch_training",
         "horovod_topk.core",
         "horovod_topk.ops.torch",
+        "horovod_topk.config",
         "horovod_topk.guard",
         "horovod_topk.errors",
     },

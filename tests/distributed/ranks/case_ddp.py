@@ -804,7 +804,7 @@ def test_models_that_are_refused(make: Callable[[], Any], says: str) -> None:
 def test_fsdp_is_refused() -> None:
     class FSDPModule(nn.Module): ...
 
-    with pytest.raises(ConfigError, match=r"FSDP gives a rank the sum of a shard.*docs/ddp.md"):
+    with pytest.raises(ConfigError, match=r"FSDP gives a rank the sum of a shard.*docs/fsdp.md"):
         TopKEF().attach(FSDPModule(), training.sgd([nn.Parameter(torch.zeros(2))]))
     with pytest.raises(ConfigError, match=r"Linear'> is no DistributedDataParallel\. Pass"):
         TopKEF().attach(nn.Linear(2, 2), training.sgd([nn.Parameter(torch.zeros(2))]))

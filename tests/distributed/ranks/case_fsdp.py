@@ -320,6 +320,8 @@ def test_models_and_meshes_that_are_refused(plain: tuple[Net, Any], mesh: Device
     with pytest.raises(ConfigError, match="has not all parameters that the model trains"):
         few = torch.optim.SGD(net.last.parameters(), lr=0.1)
         TopKEF().attach(net, few, between=between)
+    with pytest.raises(ConfigError, match="clip_norm=1 was given"):
+        TopKEF(clip_norm=1.0).attach(net, optimizer, between=between)
     with pytest.raises(UnsupportedOperationError, match="OneBitAdam exchanges its momentum"):
         TopKEF().attach(net, OneBitAdam(net.parameters(), 5), between=between)
     with pytest.raises(NotAttachedError, match="no compressor is attached to this FSDPNet"):

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Seconds of FSDP2's hop between two nodes of two ranks: PyTorch's HSDP beside compression.
+
+    sudo scripts/netlab --hosts 2 --slots 2 --rate 1gbit -- scripts/benchmarks/fsdp.py 1gbit
+
+starts two ranks on each emulated host, and keeps the seconds of every step in
+docs/results/fsdp.json, under the name of the rate. `python scripts/page.py fsdp` writes the page.
+All variants take turns in every round. The model is a stack of linear units of 25 million
+parameters in all; a batch of one row keeps compute small. What a variant takes more than one
+without a hop is what the hop adds to a step.
+
+The authors' bias: they want compression to win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs/results/fsdp.json"
+PORT, RANKS = 29555, 2  # of a host
+WIDTH, UNITS = 1024, 24
+NONE, DENSE = "no hop", "HSDP, float32"
+
+
+def launch(arguments: list[str]) -> int:
+    """Start torchrun on both hosts, and return the exit status of the first."""
+    common = ["--nnodes", "2", "--nproc-per-node", str(RANKS), "--master-addr", "host1"]
+    script = [*common, "--master-port", str(PORT), __file__, "--rank", *arguments]
+    settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    given = [f"{key}={value}" for key, value in settings.items()]
+
+    def command(node: int) -> list[str]:
+        run = [sys.executable, "-m", "torch.distributed.run", "--node-rank", str(node)]
+        return ["env", "-C", str(ROOT), *given, *run, *script]
+
+    other = subprocess.Popen(["ssh", "host2", *command(1)], stdin=subprocess.DEVNULL)
+    try:
+        return subprocess.run(command(0), check=False).returncode
+    finally:
+        other.wait(timeout=60)
+
+
+def variants(mesh: Any) -> dict[str, Callable[[], Any]]:
+    """A function for each variant that makes a step of its own model, by name."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from horovod_topk.fsdp import TopKEF
+
+    def made(own: Any, compressor: Any = None, kind: str = "float32") -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+        policy = MixedPrecisionPolicy(reduce_dtype=getattr(torch, kind))
+        for unit in model:
+            fully_shard(unit, mesh=own, mp_policy=policy)
+        fully_shard(model, mesh=own, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        if compressor is not None:
+            compressor.attach(model, optimizer, between=mesh["between"])
+        batch = torch.randn(1, WIDTH)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    within = mesh["within"]
+    return {
+        NONE: lambda: made(within),
+        DENSE: lambda: made(mesh),
+        "HSDP, bfloat16": lambda: made(mesh, kind="bfloat16"),
+        "TopKEF()": lambda: made(within, TopKEF(warmup=None)),
+        "TopKEF(ratio=0.005)": lambda: made(within, TopKEF(ratio=0.005, warmup=None)),
+    }
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """Seconds of each variant's steps on the slowest rank."""
+    import torch
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    names = "between", "within"
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // RANKS, RANKS), mesh_dim_names=names)
+    steps = {name: make() for name, make in variants(mesh).items()}
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for each in range(rounds + 1):  # the first one allocates
+        for name, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            taken = torch.tensor(time.perf_counter() - began)
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            if each:
+                found[name].append(taken.item())
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found if rank == 0 else {}
+
+
+def values(stored: Mapping[str, Mapping[str, list[float]]]) -> dict[str, str]:
+    """The page's table: a row for each variant, columns for each rate."""
+    head = ["", *(f"{rate}, {each}" for rate in stored for each in ("step", "the hop adds"))]
+    lines = [head, ["---"] * len(head)]
+    for name in next(iter(stored.values())):
+        row = [f"`{name}`" if "(" in name else name]
+        for taken in stored.values():
+            median, base = (statistics.median(taken[each]) for each in (name, NONE))
+            row += [f"{median:.2f} s", f"{median - base:+.2f} s"]
+        lines.append(row)
+    rounds = {str(len(taken)) for each in stored.values() for taken in each.values()}
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return {"table": table, "rounds": " and ".join(sorted(rounds))}
+
+
+def main() -> int:
+    """Measure one rate, and keep the seconds of every step."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rate", help="name of the rate that scripts/netlab was given")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.rank:
+        return launch(sys.argv[1:])
+    if found := measure(args.rounds):
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        RESULTS.write_text(json.dumps(known | {args.rate: found}, indent=1) + "\n")
+        print(values({args.rate: found})["table"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
