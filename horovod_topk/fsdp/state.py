@@ -186,6 +186,7 @@ class FSDPState(TrainingState):
             for hooks in fired:
                 for slot in hooks.buckets.slots.values():
                     if slot.ready is None:
+                        slot.check_not_exchanged()  # in an earlier backward, without a step
                         zeros = torch.zeros(slot.kind[0], dtype=slot.kind[1], device=slot.kind[2])
                         hooks.buckets.add(slot, zeros, zeros)
                 self._launch(hooks)

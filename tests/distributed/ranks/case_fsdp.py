@@ -346,6 +346,10 @@ def test_steps_that_are_refused(mesh: DeviceMesh) -> None:
         with pytest.raises(RepeatedSynchronizeError, match="another one was added to it"):
             loss(net, 1).backward()
         assert_same(parts(net), net_before)
+    optimizer.zero_grad()
+    loss(net, 1, uses_second=False).backward()
+    with pytest.raises(RepeatedSynchronizeError, match="exchanged already and not stepped on"):
+        net.second(torch.ones(2, 33)).sum().backward()
     net.set_requires_gradient_sync(False)
     optimizer.zero_grad()
     loss(net, 2).backward()
