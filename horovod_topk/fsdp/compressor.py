@@ -56,6 +56,9 @@ class Compressor(TrainingCompressor):
     ) -> None:
         """Compress a model's gradients. Call it on every rank, before the first backward.
 
+        Call it again, between two steps, to replace the optimizer by a new one: residuals stay, and
+        momentum, warm-up, statistics and the guard start anew. `of(model)` is another state then.
+
         Args:
             model: the root module that `fully_shard` has sharded over a mesh of one dimension.
             optimizer: the optimizer of all parameters that the model trains, and of no others; or
@@ -70,7 +73,7 @@ class Compressor(TrainingCompressor):
                 combined.
             PlanMismatchError: ranks have different models or settings.
         """
-        check_model(model, _STATES.get(model))
+        check_model(model)
         group = group_of(between, model)
         if self.asked(self) is None and (name := horovods()):
             if group.size() > 1:
@@ -81,7 +84,14 @@ class Compressor(TrainingCompressor):
                 cure="Leave HOROVOD_TOPK_COMPRESSION out, or name a compressor such as Dense",
             )
         optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        _STATES[model] = state = FSDPState(model, optimizers, self, group, groups)
+        before: FSDPState | None = _STATES.get(model)
+        if before is not None and before.has(optimizers):
+            raise ConfigError(
+                "a compressor is attached to this model and this optimizer already",
+                cure="Pass a new optimizer to replace this one. Several optimizers are attached as "
+                "one list, attach(model, [muon, adamw], between=...)",
+            )
+        _STATES[model] = state = FSDPState(model, optimizers, self, group, groups, before)
         self.attached(state)
 
     @staticmethod

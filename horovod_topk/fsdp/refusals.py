@@ -18,10 +18,8 @@ from horovod_topk.torch_training.onebit_adam import OneBitAdam
 MESH = 'Pass fully_shard(module, mesh=mesh["shard"]), and TopKEF the other dimension, between='
 
 
-def check_model(model: Any, attached: object) -> None:
+def check_model(model: Any) -> None:
     """Refuse a model whose gradients FSDP2 does not leave to the compressor.
-
-    attached: the state of a compressor that is attached to it already, or None.
 
     Raises:
         ConfigError: with the reason.
@@ -34,11 +32,6 @@ def check_model(model: Any, attached: object) -> None:
             f"fully_shard was not called with this {type(model).__name__}",
             cure="Pass the root module, after fully_shard(model, mesh=mesh['shard']). "
             "DistributedDataParallel is for horovod_topk.ddp",
-        )
-    if attached is not None:
-        raise ConfigError(
-            "a compressor is attached to this model already",
-            cure="Attach it once, after the optimizer is built; several optimizers as a list",
         )
     module: Any = model  # an FSDPModule is a Module
     for name, p in module.named_parameters():

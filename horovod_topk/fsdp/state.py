@@ -26,7 +26,7 @@ from horovod_topk.fsdp.refusals import check_settings
 from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.gradients import Slot, local
 from horovod_topk.torch_training.in_backward import BackwardHooks, Refusals, check_optimizers
-from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
+from horovod_topk.torch_training.state import TrainingCompressor, TrainingState, inherit
 from horovod_topk.torch_training.tracing import untraced
 
 SYNC = (
@@ -35,7 +35,7 @@ SYNC = (
 )
 ACCUMULATE = (
     "Call set_requires_gradient_sync(False) on the model before all but a step's last backward(), "
-    "and zero_grad() after the step"
+    "zero_grad() after the step, and checkpoint activations with use_reentrant=False"
 )
 
 
@@ -65,6 +65,7 @@ class FSDPState(TrainingState):
         compressor: the compressor with the settings.
         group: the ranks that have the same shard.
         groups: lists of parameters that are sent together.
+        before: the state that it replaces, whose residuals it inherits.
     """
 
     hooks = Hooks
@@ -76,6 +77,7 @@ class FSDPState(TrainingState):
         compressor: TrainingCompressor,
         group: dist.ProcessGroup,
         groups: Sequence[Sequence[Tensor]] | None = None,
+        before: FSDPState | None = None,
     ) -> None:
         names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         label = f"a {type(model).__name__} with {len(names)} sharded parameters"
@@ -86,6 +88,10 @@ class FSDPState(TrainingState):
         self._units: dict[int, Any] = {}  # FSDP's group of each parameter, by id
         self._slots: dict[int, tuple[BackwardHooks, Slot]] = {}  # by the parameter's id
         self._next: dict[BackwardHooks, int] = {}  # buckets that were sent in this backward
+        # Whether buckets wait for the end of backward: hooks of several optimizers differ on nodes,
+        # those of a unit that is used more than once may be called for parts of a gradient, and a
+        # scaled gradient is unscaled once.
+        self._holds = len(optimizers) > 1 or compressor.grad_scaler is not None
         self._failed: BaseException | None = None  # to be raised at the end of backward
         check_optimizers(optimizers, names)
         check_settings(optimizers, compressor.config)
@@ -94,10 +100,15 @@ class FSDPState(TrainingState):
                 self._leave(optimizer, compressor.config)
             return
         each: list[Any] = []
+        self._collective = GroupCollective(group)
         for optimizer in optimizers:
             made = optimizer, names, compressor, GroupCollective(group), "average"
             each.append(self._hooks_for(*made, groups or (), each))
-        check_owners([hooks.compressor.exchange for hooks in each])
+        runners = [hooks.compressor for hooks in each]
+        check_owners([runner.exchange for runner in runners])
+        if before is not None and before.active:
+            inherit(before._states, runners)
+            before.detach()
         for hooks, optimizer in zip(each, optimizers, strict=True):
             hooks.is_registered = lambda: True
             self._watch(hooks, optimizer, ())
@@ -105,6 +116,11 @@ class FSDPState(TrainingState):
         self._use(*each)
         handles = [p.register_post_accumulate_grad_hook(self._ready) for p in names]
         self._handles = [*handles, model.register_forward_pre_hook(self._before_forward)]
+
+    def has(self, optimizers: Sequence[Any]) -> bool:
+        """Whether it compresses for one of these optimizers."""
+        own = [hooks.optimizer() for hooks in self._each]
+        return any(each is one for each in optimizers for one in own)
 
     def detach(self) -> None:
         """As `TrainingState.detach`."""
@@ -136,24 +152,21 @@ class FSDPState(TrainingState):
             Variable._execution_engine.queue_callback(self._finish)
         with self._failing_later():
             hooks.check_is_alive()
+            _check_not_exchanged(slot)
+            self._holds = self._holds or slot.ready is not None
             slot.has_fired = True
-            if slot.exchanged is not None and p.grad is slot.exchanged.owner:
-                raise RepeatedSynchronizeError(
-                    "its gradient was exchanged already, and another one was added to it",
-                    tensor=slot.spec.name,
-                    cure=ACCUMULATE,
-                )
             slot.exchanged = None
             hooks.buckets.add(slot, p.grad, local(p.grad))
-            self._launch(hooks)
+            if not self._holds:
+                self._launch(hooks)
 
     def _reduces(self, p: Tensor) -> bool:
         """Whether this backward is one whose gradients are exchanged: not one that accumulates."""
         model = self._root()
         if id(p) not in self._units:
             states = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
-            groups = (g for state in states if state for g in state()._fsdp_param_groups)
-            self._units = {id(each.sharded_param): g for g in groups for each in g.fsdp_params}
+            units = (unit for state in states if state for unit in _units_of(state()))
+            self._units = {id(each.sharded_param): u for u in units for each in u.fsdp_params}
         is_last: bool = model._get_fsdp_state()._state_ctx.is_last_backward
         return is_last and self._units[id(p)].all_reduce_grads
 
@@ -179,19 +192,16 @@ class FSDPState(TrainingState):
     def _finish(self) -> None:
         """Send what is left, with zeros for absent gradients, and write exchanged gradients.
 
-        An optimizer none of whose parameters has a gradient in this backward is left out.
+        An optimizer none of whose parameters has a gradient on any node is left out.
         """
-        fired = [hooks for hooks in self._next if self._has_fired(hooks) and not self._failed]
+        fired: list[BackwardHooks] = []
         with self._failing_later(), reporting.waiting():
-            for hooks in fired:
-                for slot in hooks.buckets.slots.values():
-                    if slot.ready is None:
-                        slot.check_not_exchanged()  # in an earlier backward, without a step
-                        zeros = torch.zeros(slot.kind[0], dtype=slot.kind[1], device=slot.kind[2])
-                        hooks.buckets.add(slot, zeros, zeros)
-                self._launch(hooks)
-            for hooks in fired:
-                hooks.receive()
+            if self._failed is None:
+                fired = self._agreed_on()
+                for hooks in fired:
+                    self._complete(hooks)
+                for hooks in fired:
+                    hooks.receive()
         failed, self._failed = self._failed, None
         self._next = {}
         if failed is not None:
@@ -202,8 +212,37 @@ class FSDPState(TrainingState):
             raise failed
         for hooks in fired:
             for slot in hooks.buckets.slots.values():
-                slot.hand_out()
+                slot.hand_out(zeros=True)  # nodes and shards have to agree on what is None
             hooks.exchanged()
+
+    def _agreed_on(self) -> list[BackwardHooks]:
+        """The optimizers that have a gradient on any node."""
+        every = list(self._next)
+        if len(every) == 1:
+            return every
+        own = torch.tensor([self._has_fired(hooks) for hooks in every], dtype=torch.uint8)
+        gathered = self._collective.allgather(own, f"{every[0].compressor.name}.fired").wait()
+        has = gathered.view(-1, len(every)).any(0).tolist()
+        return [hooks for hooks, fired in zip(every, has, strict=True) if fired]
+
+    def _complete(self, hooks: BackwardHooks) -> None:
+        """Add the gradients that backward has not announced, and send what is not sent yet.
+
+        They are of earlier backwards that were not exchanged, or zeros.
+        """
+        if self._holds and self._next[hooks]:  # parts of gradients were sent: anew, with the whole
+            hooks.compressor.abandon()
+            self._next[hooks] = 0
+        for slot in hooks.buckets.slots.values():
+            if slot.ready is None:
+                _check_not_exchanged(slot)
+                shape, dtype, device = slot.kind
+                gradient = slot.parameter.grad
+                slot.has_fired = gradient is not None
+                if gradient is None:
+                    gradient = torch.zeros(shape, dtype=dtype, device=device)
+                hooks.buckets.add(slot, gradient, local(gradient))
+        self._launch(hooks)
 
     @staticmethod
     def _has_fired(hooks: BackwardHooks) -> bool:
@@ -215,3 +254,20 @@ class FSDPState(TrainingState):
             hooks.compressor.abandon()
             hooks.buckets.forget()
         self._next, self._failed = {}, None
+
+
+def _check_not_exchanged(slot: Slot) -> None:
+    seen = slot.exchanged
+    if seen is not None and slot.parameter.grad is seen.owner:
+        raise RepeatedSynchronizeError(
+            "its gradient was exchanged already and not stepped on or cleared since",
+            tensor=slot.spec.name,
+            cure=ACCUMULATE,
+        )
+
+
+def _units_of(state: Any) -> list[Any]:
+    """FSDP2's groups of parameters that are reduced together."""
+    if hasattr(state, "_fsdp_param_groups"):  # PyTorch 2.12
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

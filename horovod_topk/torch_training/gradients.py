@@ -137,11 +137,14 @@ class Slot:
                 cure="Assign a gradient of its own memory, p.grad = gradient.clone()",
             )
 
-    def hand_out(self) -> None:
-        """Note the parameter's gradient as the exchanged one; write it if backward made none."""
+    def hand_out(self, *, zeros: bool = False) -> None:
+        """Note the parameter's gradient as the exchanged one; write it if backward made none.
+
+        zeros: write it also if it is 0.
+        """
         p, seen = self.parameter, self.exchanged
         assert seen is not None
-        if not self.has_fired and p.requires_grad and bool(torch.any(seen.dense)):
+        if not self.has_fired and p.requires_grad and (zeros or bool(torch.any(seen.dense))):
             p.grad = torch.empty_like(p)
             local(p.grad).copy_(seen.dense)
         self.exchanged, self.has_fired = None, False

@@ -194,6 +194,20 @@ def test_other_ratios_are_shared_out_alike_and_dense_sends_all() -> None:
     assert not any(e.any() for one in world.residuals() for e in one.values())
 
 
+def test_smaller_ratios_and_states_of_another_have_one_ratio_for_all() -> None:
+    """Tensors that are sent whole at one ratio may not be at another: bytes would differ."""
+    world = World(plan(ratio=0.1, warmup=((1, 0.05),)), 2, NUMPY)
+    for step in range(3):
+        world.step(gradients(step))
+    for rank in world.ranks:
+        rank.set_ratio(0.05)
+    world.step(gradients(3))
+    assert not world.ranks[0].stats().ratios
+    other = World(plan(ratio=0.05), 2, NUMPY).ranks[0]
+    other.load_state_dict(world.ranks[0].state_dict())
+    assert world.ranks[0].allocation and other.allocation == ()
+
+
 def test_ranks_with_different_allocations_are_refused() -> None:
     world = World(plan(), 2, NUMPY)
     for step in range(3):

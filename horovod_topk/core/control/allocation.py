@@ -59,7 +59,8 @@ class Allocator:
             allocation = tuple((name, j) for name in self._tensors)
             at_level = replace(config, allocation=allocation)
             for name, tensor in self._tensors.items():
-                self._bytes[name].append(at_level.data_bytes(at_level.piece(tensor, "direct")))
+                pieces = [at_level.piece(tensor, each) for each in ("direct", "gather")]
+                self._bytes[name].append(sum(map(at_level.data_bytes, pieces)))
 
     def allocate(self, squares: Mapping[str, float]) -> Allocation | None:
         """Return the level j of each tensor; None: a sum is not finite, or all are 0.

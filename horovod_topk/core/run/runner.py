@@ -413,7 +413,7 @@ class StepRunner(State[Array]):
             allocation: which share of its elements each tensor sends.
         """
         settings, decided = self.schedule.settings(ratio), cast("Any", {"allocation": allocation})
-        if allocation:
+        if allocation and ratio >= self.config.ratio:  # below, other tensors would be sent whole
             settings = replace(settings, **decided)
         if exchange is not self._usual:
             settings = Whole.beside(settings)

@@ -387,7 +387,8 @@ class State(Counting[Array]):
         self._left_out = facts.START
         self._ask(self.schedule.level(asked_of(state), self.counter.asked))
         self._take_decision(decision_of(state))
-        self._take_allocation(allocation_of(state))
+        is_same = state.get("ratio") == self.config.ratio  # for which bytes were allocated
+        self._take_allocation(allocation_of(state) if is_same else {})
         self._watch_on(guard_of(state), own=True)
         self.counter.committed = committed_of(state, self.counter.committed)
         self._begun += steps_of(state, self.ended) - self.ended

@@ -225,6 +225,96 @@ def test_a_unit_that_one_node_does_not_use(mesh: DeviceMesh) -> None:
     assert TopKEF.of(net).stats().steps == 5
 
 
+def by_node(net: Net, step: int, mesh: DeviceMesh, first: bool = True) -> Tensor:
+    """A loss in which the second unit is used on one node alone."""
+    return loss(net, step, uses_second=(mesh["replicate"].get_local_rank() == 0) == first)
+
+
+def test_clipping_where_one_node_does_not_use_a_unit(mesh: DeviceMesh) -> None:
+    """Its gradient is None on no rank, or on all of them, as norms are collectives."""
+    net, optimizer = attached(mesh, OPTIMIZERS["AdamW"], SPARSE | {"ratio": 0.01})
+    for step in range(4):
+        optimizer.zero_grad()
+        by_node(net, step, mesh).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        assert_nodes_equal(net, mesh)
+
+
+@pytest.mark.parametrize("begin", ["requires_gradient_sync", "requires_all_reduce"])
+def test_a_unit_that_only_the_first_of_several_backwards_uses(begin: str, mesh: DeviceMesh) -> None:
+    ours, own = attached(mesh, OPTIMIZERS["SGD"], DENSE)
+    theirs = sharded(mesh)
+    its = OPTIMIZERS["SGD"](theirs.parameters())
+    for step in range(4):
+        for net, optimizer in ((ours, own), (theirs, its)):
+            optimizer.zero_grad()
+            getattr(net, f"set_{begin}")(False)
+            loss(net, 2 * step).backward()
+            getattr(net, f"set_{begin}")(True)
+            loss(net, 2 * step + 1, uses_second=False).backward()
+            optimizer.step()
+        assert_nodes_equal(ours, mesh)
+    if begin == "requires_gradient_sync":
+        assert_same(parts(ours), parts(theirs))
+
+
+class Shared(Net):
+    """Uses its second unit three times."""
+
+    def forward(self, x: Tensor, uses_second: bool = True) -> Tensor:
+        x = self.first(x).tanh()
+        for _ in range(3):
+            x = self.second(x).tanh()
+        return self.last(x)
+
+
+def test_a_unit_that_is_used_several_times(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hooks are called for parts of its gradient: with several buckets, some are sent then."""
+    monkeypatch.setitem(globals(), "Net", Shared)
+    theirs, ours = sharded(mesh), sharded(mesh["shard"])
+    own, its = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, theirs))
+    groups = [[*getattr(ours, name).parameters()] for name in ("last", "second", "first")]
+    TopKEF(**DENSE).attach(ours, own, between=mesh["replicate"], groups=groups)
+    for step in range(4):
+        accumulated(ours, own, step)
+        accumulated(theirs, its, step)
+        assert_nodes_equal(ours, mesh)
+    for one, other in zip(parts(ours), parts(theirs), strict=True):  # added up in another order
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_whose_gradients_one_node_has(mesh: DeviceMesh) -> None:
+    net = sharded(mesh["shard"])
+    second = [*net.second.parameters()]
+    others = [p for p in net.parameters() if not any(p is each for each in second)]
+    both = [torch.optim.SGD(others, lr=0.1), torch.optim.AdamW(second, lr=0.01)]
+    TopKEF(**SPARSE).attach(net, both, between=mesh["replicate"])
+    for step in range(4):
+        net.zero_grad()
+        by_node(net, step, mesh, first=step < 2).backward()
+        for optimizer in both:
+            optimizer.step()
+        assert_nodes_equal(net, mesh)
+    assert TopKEF.of(net).stats().steps == 8
+
+
+def test_another_optimizer_inherits_residuals(mesh: DeviceMesh) -> None:
+    net, optimizer = attached(mesh, OPTIMIZERS["SGD"], SPARSE)
+    for step in range(3):
+        ordinary(net, optimizer, step)
+    before = TopKEF.of(net).residual("last.weight")
+    other = OPTIMIZERS["AdamW"](net.parameters())
+    TopKEF(**SPARSE).attach(net, other, between=mesh["replicate"])
+    assert torch.equal(TopKEF.of(net).residual("last.weight"), before) and before.any()
+    for step in range(3, 6):
+        ordinary(net, other, step)
+    assert_nodes_equal(net, mesh)
+    assert TopKEF.of(net).stats().steps == 3
+
+
 def test_a_frozen_unit(mesh: DeviceMesh) -> None:
     net = sharded(mesh["shard"])
     net.second.requires_grad_(False)
@@ -327,7 +417,7 @@ def test_models_and_meshes_that_are_refused(plain: tuple[Net, Any], mesh: Device
     with pytest.raises(NotAttachedError, match="no compressor is attached to this FSDPNet"):
         TopKEF.of(net)
     TopKEF().attach(net, optimizer, between=between)
-    with pytest.raises(ConfigError, match="attached to this model already"):
+    with pytest.raises(ConfigError, match="attached to this model and this optimizer already"):
         TopKEF().attach(net, optimizer, between=between)
 
 
@@ -343,7 +433,7 @@ def test_steps_that_are_refused(mesh: DeviceMesh) -> None:
     loss(net, 0).backward()
     for _ in range(2):  # nothing has changed in between
         net_before = parts(net)
-        with pytest.raises(RepeatedSynchronizeError, match="another one was added to it"):
+        with pytest.raises(RepeatedSynchronizeError, match="exchanged already and not stepped on"):
             loss(net, 1).backward()
         assert_same(parts(net), net_before)
     optimizer.zero_grad()
