@@ -29,13 +29,14 @@ ARGS ?=
 TESTS ?= tests
 # How many tests run at once; 0: one, in this process. Those in network namespaces need 0.
 WORKERS ?= 2
-# Which tests: fast, tools, all, or rest (what all adds to the first two); see tests/conftest.py.
+# Which tests: fast, tools, all, rest (what all adds to the first two), or integrations; see
+# tests/conftest.py.
 TIER ?= fast
 
 STUDIES := accuracy allocation frontier default methods optimizers practice
 BENCHMARKS := bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes
 
-.PHONY: help setup demo clean test test-tools test-all check fuzz docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy frontier default methods optimizers practice
+.PHONY: help setup demo clean test test-tools test-all test-integrations check fuzz docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy frontier default methods optimizers practice
 
 help: ## list the targets
 	@sed -nE 's/^## (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -61,6 +62,11 @@ test-tools: test ## test the command, scripts, pages, images and set-up (2 minut
 test-all: TIER = all
 test-all: WORKERS = 0
 test-all: test ## run every test: laws and features on every controller, large sizes (three quarters of an hour)
+
+test-integrations: TIER = integrations
+test-integrations: WORKERS = 0
+test-integrations: TESTS = tests/integrations
+test-integrations: test ## test Accelerate, Trainer and Lightning, which pip installs apart (five minutes)
 
 check: setup ## ruff (lint, format) and mypy; must pass (a minute)
 	"$(VENV)/bin/ruff" check .

@@ -7,8 +7,11 @@ Tests are in tiers, and `--tier` says which of them run:
 | `fast`  | `make test`       | every feature and every law, on fewer inputs: see the marks        |
 | `tools` | `make test-tools` | the command, scripts, pages, images and set-up, on fewer inputs    |
 | `usual` | `pytest`          | both of them                                                       |
-| `all`   | `make test-all`   | every test                                                         |
+| `all`   | `make test-all`   | every test but those of the integrations                           |
 | `rest`  |                   | what `all` adds to the first two; `.ci/run` runs it after them     |
+
+`--tier=integrations`, of `make test-integrations`, has what no other tier has: tests that install
+training libraries (tests/integrations).
 
 A file sets the mark `tools` with `pytestmark`: nothing that trains needs what it tests. Each other
 test is in the tier `fast`, unless its marks leave it out. A test marked `slow` is in neither of the

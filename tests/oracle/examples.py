@@ -9,7 +9,8 @@ from __future__ import annotations
 from hypothesis import settings
 
 DEFAULT = 12  # examples of a test without `@examples`, in the full tier
-PART = {"fast": 3, "tools": 3, "usual": 3, "rest": 1, "all": 1}  # one in how many
+# One in how many.
+PART = {"fast": 3, "tools": 3, "usual": 3, "rest": 1, "all": 1, "integrations": 1}
 
 for _tier, _part in PART.items():
     settings.register_profile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,24 @@ def test_the_package_itself_has_no_compressor(name: str) -> None:
     with pytest.raises(AdapterImportError, match=rf"from horovod_topk\.torch import {name}"):
         getattr(horovod_topk, name)
     assert not hasattr(horovod_topk, "no_such_name")
+
+
+@pytest.mark.parametrize(
+    ("library", "package"),
+    [
+        ("Accelerate", "accelerate"),
+        ("Lightning", "lightning"),
+        ("Transformers", r"'transformers\[torch\]'"),
+    ],
+)
+def test_an_integration_without_its_library(
+    monkeypatch: pytest.MonkeyPatch, library: str, package: str
+) -> None:
+    for name in (library.lower(), "lightning.pytorch", "accelerate.utils"):
+        monkeypatch.setitem(sys.modules, name, None)
+    message = rf"{library} cannot be imported: .*pip install {package}; plain PyTorch"
+    with pytest.raises(AdapterImportError, match=message):
+        importlib.import_module(f"horovod_topk.integrations.{library.lower()}")
 
 
 @pytest.mark.parametrize("adapter", ["torch", "ddp", "tensorflow"])

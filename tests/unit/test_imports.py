@@ -270,6 +270,28 @@ ROOMS = {
         "horovod_topk.guard",
         "horovod_topk.errors",
     },
+    # what the integrations share, and each of them with its library
+    "integrations": {
+        "horovod_topk.checkpoint",
+        "horovod_topk.reporting",
+        "torch",
+        "horovod_topk.torch_training",
+        "horovod_topk.ddp",
+        "horovod_topk.fsdp",
+        "horovod_topk.core",
+        "horovod_topk.errors",
+    },
+    **{
+        f"integrations/{library}.py": {
+            library,
+            "torch",
+            "horovod_topk.checkpoint",
+            "horovod_topk.errors",
+            "horovod_topk.integrations.compression",
+            "horovod_topk.integrations.waiting",
+        }
+        for library in ("accelerate", "transformers", "lightning")
+    },
     "torch": {
         "horovod_topk.methods",
         "horovod_topk.reporting",
@@ -421,6 +443,9 @@ def test_every_room_keeps_to_its_own_imports() -> None:
         ("ddp/state.py", "import horovod.torch"),
         ("ddp/state.py", "from horovod_topk.torch import state"),
         ("torch/state.py", "from horovod_topk.ddp import TopKEF"),
+        ("ddp/state.py", "from horovod_topk.integrations import compression"),
+        ("integrations/compression.py", "import accelerate"),
+        ("integrations/transformers.py", "from accelerate import Accelerator"),
         ("tensorflow/__init__.py", "import torch"),
         ("tensorflow/__init__.py", "from horovod_topk.torch import TopKEF"),
         ("config.py", "from horovod_topk.core import plan"),
