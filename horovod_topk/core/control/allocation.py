@@ -27,7 +27,7 @@ from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.methods.protocol import SHARES, Allocation
 
 FIRST = 60  # committed steps before the first allocation; each later one comes after twice as many
-TRIES = 24  # halvings of the interval of the common factor
+TRIES = 16  # halvings of the interval of the common factor
 
 
 def is_due(committed: int) -> bool:
@@ -55,11 +55,12 @@ class Allocator:
             if not tensor.sends_all and tensor.spec.name not in config.own
         }
         self._bytes: dict[str, list[int]] = {name: [] for name in self._tensors}  # at each level
+        directions = ("direct",) if config.ratio_back == config.ratio else ("direct", "gather")
         for j in SHARES:
             allocation = tuple((name, j) for name in self._tensors)
             at_level = replace(config, allocation=allocation)
             for name, tensor in self._tensors.items():
-                pieces = [at_level.piece(tensor, each) for each in ("direct", "gather")]
+                pieces = [at_level.piece(tensor, each) for each in directions]
                 self._bytes[name].append(sum(map(at_level.data_bytes, pieces)))
 
     def allocate(self, squares: Mapping[str, float]) -> Allocation | None:
