@@ -70,8 +70,8 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
     """
     _check_name(name)
     _check_is_state(state)
-    state = state.behind if isinstance(state, BaseCompressor) else state
     name += state.part
+    state = state.behind if isinstance(state, BaseCompressor) else state
     contents = state.state_dict()
     if not contents:
         log.info("TopKEF keeps no residuals here: nothing to save in %s", folder)
@@ -125,7 +125,7 @@ def load(
     """
     _check_name(name)
     _check_is_state(state)
-    name += (state.behind if isinstance(state, BaseCompressor) else state).part
+    name += state.part
     if not state.active:
         _check_nothing_is_lost(Path(folder), name, state, strict=strict)
         return

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from horovod_topk.core.exchange.agreement import agree_on_nothing
-from horovod_topk.core.run.attached import ByHorovod
+from horovod_topk.core.run.attached import ByHorovod, Forwarded
 from horovod_topk.core.run.base_compressor import on_class_too
 from horovod_topk.core.run.substitute import horovods
 from horovod_topk.errors import ConfigError, NotAttachedError
@@ -45,6 +45,7 @@ class Compressor(TrainingCompressor):
     """
 
     adapter = "fsdp"
+    part = Forwarded()
 
     @on_class_too
     def attach(

@@ -61,6 +61,7 @@ class BaseCompressor(abc.ABC):
 
     framework: ClassVar[str]  # "torch" or "tensorflow"
     adapter: ClassVar[str]  # subpackage of horovod_topk, such as "ddp"
+    part: Any = ""  # as of the state behind it, where ranks have shards of gradients
     method: ClassVar[type[Method]]
     config: Method
     deferred: Mapping[str, str]  # settings that are decided once the optimizer is known
