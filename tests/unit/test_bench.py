@@ -124,7 +124,7 @@ def test_topk_is_the_default() -> None:
 
 def test_every_setting_that_is_offered_can_be_given() -> None:
     given = {"values": "int8", "exchange": "sharded", "selection": "sampled"}
-    given |= {"residuals": "int8", "momentum": "0.9"}
+    given |= {"residuals": "int8", "momentum": "0.9", "allocation": "adaptive"}
     for key in SETTINGS:
         assert key in method_of(f"topk:{key}={given.get(key, '1')}").settings
 
