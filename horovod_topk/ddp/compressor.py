@@ -26,7 +26,7 @@ from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.collective import GroupCollective
-from horovod_topk.torch_training.state import TrainingCompressor
+from horovod_topk.torch_training.in_backward import BackwardCompressor, listed
 from horovod_topk.torch_training.tracing import untraced
 
 Groups = Sequence[Sequence[Tensor]]
@@ -76,7 +76,7 @@ class _Signature(inspect.Signature):
         return defaultdict(refuse_registering, super().parameters)
 
 
-class Compressor(TrainingCompressor):
+class Compressor(BackwardCompressor):
     """A compression method for torch DistributedDataParallel; each of its subclasses has one.
 
     `attach(model, optimizer)` compresses a model's gradients; `.of(model)` returns its state.
@@ -165,18 +165,6 @@ class Compressor(TrainingCompressor):
         return state, exchange
 
     @staticmethod
-    def compress(*arguments: Any) -> NoReturn:
-        """Refuse to serve Horovod.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "a compressor of horovod_topk.ddp was passed to Horovod",
-            cure="For hvd.DistributedOptimizer write from horovod_topk.torch import TopKEF",
-        )
-
-    @staticmethod
     def of(model: DistributedDataParallel | None = None) -> DDPState:
         """Return the error-feedback state of a model.
 
@@ -192,11 +180,6 @@ class Compressor(TrainingCompressor):
             f"no compressor's hook is registered with this {type(model).__name__}",
             cure="Call TopKEF().attach(model, optimizer), and pass that model",
         )
-
-
-def listed(optimizer: Any) -> Sequence[Any]:
-    """Return a list of optimizers, given one optimizer or several."""
-    return optimizer if isinstance(optimizer, list | tuple) else [optimizer]
 
 
 class TopKEF(Compressor, Presets, method=TopK):

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -39,15 +38,15 @@ from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_trained
 from horovod_topk.errors import ConfigError, NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.gradients import Slot
-from horovod_topk.torch_training.in_backward import check_optimizers
+from horovod_topk.torch_training.in_backward import BackwardState, check_optimizers
 from horovod_topk.torch_training.optimizer_settings import check_has_hooks
-from horovod_topk.torch_training.state import TrainingCompressor, TrainingState, inherit
+from horovod_topk.torch_training.state import TrainingCompressor, inherit
 from horovod_topk.torch_training.tracing import untraced
 
 Groups = Sequence[Sequence[Tensor]]
 
 
-class DDPState(TrainingState):
+class DDPState(BackwardState):
     """State of one model's communication hook, as `TopKEF.of(model)` returns it.
 
     A copy of it, as in a pickled model, keeps its residuals and compresses nothing: PyTorch does
@@ -82,7 +81,6 @@ class DDPState(TrainingState):
         self._taking_part: list[Hooks] = []  # of the optimizers whose gradients are exchanged
         self._untouched: dict[Hooks, list[Any]] = {}  # gradients, where this rank computed none
         self._futures: list[tuple[Future[Tensor], Tensor]] = []  # DDP waits for them
-        self._failed: BaseException | None = None  # to be raised at the end of backward
         self._compress_for(model, optimizers, compressor, groups)
         if self.active:
             self._check = model.register_forward_pre_hook(check_is_compressed)
@@ -195,14 +193,6 @@ class DDPState(TrainingState):
         if bucket.is_last():
             self._end_backward()
         return future
-
-    @contextmanager
-    def _failing_later(self) -> Iterator[None]:
-        """Catch the first error, to raise it at the end of backward."""
-        try:
-            yield
-        except BaseException as error:
-            self._failed = self._failed or error
 
     def _add(self, hooks: Hooks, slot: Slot, gradient: Tensor) -> None:
         """Note a gradient; launch its bucket if it is the last, unless it waits for a step."""

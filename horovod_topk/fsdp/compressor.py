@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import distributed as dist
 from torch import nn
@@ -21,12 +21,12 @@ from horovod_topk.fsdp.state import FSDPState
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.collective import GroupCollective
-from horovod_topk.torch_training.state import TrainingCompressor
+from horovod_topk.torch_training.in_backward import BackwardCompressor, listed
 
 _STATES: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
-class Compressor(TrainingCompressor):
+class Compressor(BackwardCompressor):
     """A compression method for the gradients of FSDP2 between nodes; each subclass has one.
 
     `attach(model, optimizer, between=mesh["replicate"])` compresses a model's gradients;
@@ -84,7 +84,7 @@ class Compressor(TrainingCompressor):
                 "nodes by itself",
                 cure="Leave HOROVOD_TOPK_COMPRESSION out, or name a compressor such as Dense",
             )
-        optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        optimizers = listed(optimizer)
         before: FSDPState | None = _STATES.get(model)
         if before is not None and before.has(optimizers):
             raise ConfigError(
@@ -94,18 +94,6 @@ class Compressor(TrainingCompressor):
             )
         _STATES[model] = state = FSDPState(model, optimizers, self, group, groups, before)
         self.attached(state)
-
-    @staticmethod
-    def compress(*arguments: Any) -> NoReturn:
-        """Refuse to serve Horovod.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "a compressor of horovod_topk.fsdp was passed to Horovod",
-            cure="For hvd.DistributedOptimizer write from horovod_topk.torch import TopKEF",
-        )
 
     @staticmethod
     def of(model: nn.Module | None = None) -> FSDPState:

@@ -9,8 +9,7 @@ no gradient holds its bucket until then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +24,13 @@ from horovod_topk.errors import RepeatedSynchronizeError
 from horovod_topk.fsdp.refusals import check_settings
 from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.gradients import Slot, local
-from horovod_topk.torch_training.in_backward import BackwardHooks, Refusals, check_optimizers
-from horovod_topk.torch_training.state import TrainingCompressor, TrainingState, inherit
+from horovod_topk.torch_training.in_backward import (
+    BackwardHooks,
+    BackwardState,
+    Refusals,
+    check_optimizers,
+)
+from horovod_topk.torch_training.state import TrainingCompressor, inherit
 from horovod_topk.torch_training.tracing import untraced
 
 SYNC = (
@@ -56,7 +60,7 @@ class Hooks(BackwardHooks):
     )
 
 
-class FSDPState(TrainingState):
+class FSDPState(BackwardState):
     """State of one model's compression between nodes, as `TopKEF.of(model)` returns it.
 
     Args:
@@ -92,7 +96,6 @@ class FSDPState(TrainingState):
         # those of a unit that is used more than once may be called for parts of a gradient, and a
         # scaled gradient is unscaled once.
         self._holds = len(optimizers) > 1 or compressor.grad_scaler is not None
-        self._failed: BaseException | None = None  # to be raised at the end of backward
         check_optimizers(optimizers, names)
         check_settings(optimizers, compressor.config)
         if not self.active:
@@ -178,14 +181,6 @@ class FSDPState(TrainingState):
                 return
             self._next[hooks] += 1
             hooks.launch(ordinal)
-
-    @contextmanager
-    def _failing_later(self) -> Iterator[None]:
-        """Catch the first error, to raise it at the end of backward: other ranks are in it, too."""
-        try:
-            yield
-        except BaseException as error:
-            self._failed = self._failed or error
 
     @untraced
     @torch.no_grad()

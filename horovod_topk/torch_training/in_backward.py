@@ -1,4 +1,4 @@
-"""Step hooks for an optimizer whose gradients are exchanged in backward.
+"""What adapters share that exchange gradients in backward: compressor, state and step hooks.
 
 Steps of other optimizers on these gradients are refused, too. Residuals change when the optimizer
 that compression was attached to has stepped. To that optimizer, a step of any other one looks like
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,12 +22,48 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from horovod_topk.errors import ConfigError, NotAttachedError, StepBeforeSynchronizeError
 from horovod_topk.torch_training import steps
 from horovod_topk.torch_training.gradients import any_applied
+from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
 from horovod_topk.torch_training.tracing import untraced
 
 ATTACH = (
     "Attach the compressor again with the optimizer that steps from now on, before backward(); "
     "residuals stay"
 )
+
+
+class BackwardCompressor(TrainingCompressor):
+    """A compressor that is attached to a model, and not passed to Horovod."""
+
+    @classmethod
+    def compress(cls, *arguments: Any) -> NoReturn:
+        """Refuse to serve Horovod.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"a compressor of horovod_topk.{cls.adapter} was passed to Horovod",
+            cure="For hvd.DistributedOptimizer write from horovod_topk.torch import TopKEF",
+        )
+
+
+class BackwardState(TrainingState):
+    """A state whose errors in backward are raised at its end, as other ranks are in it, too."""
+
+    _failed: BaseException | None = None  # the first error of this backward
+
+    @contextmanager
+    def _failing_later(self) -> Iterator[None]:
+        """Catch the first error, to raise it at the end of backward."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = self._failed or error
+
+
+def listed(optimizer: Any) -> Sequence[Any]:
+    """Return a list of optimizers, given one optimizer or several."""
+    return optimizer if isinstance(optimizer, list | tuple) else [optimizer]
 
 
 @dataclass(frozen=True)

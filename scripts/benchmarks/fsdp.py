@@ -50,7 +50,7 @@ def launch(arguments: list[str]) -> int:
 
 
 def variants(mesh: Any) -> dict[str, Callable[[], Any]]:
-    """A function for each variant that makes a step of its own model, by name."""
+    """Return, by the name of each variant, a function that builds its model and its step."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -97,7 +97,7 @@ def test_where_every_element_always_arrives_it_is_the_optimizers_own_step(name: 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rare_elements_are_corrected(name: str) -> None:
-    """And arrivals and mean squares are what the formulas say, from the exchanged gradients."""
+    """Arrivals and mean squares are what the formulas say, from the exchanged gradients."""
     trained = Trained(OPTIMIZERS[name], "TopKEF(ratio=0.02, warmup=None)")
     squares = [torch.zeros(p.numel()) for p in trained.model.parameters()]
     for number in range(8):
