@@ -216,6 +216,7 @@ def describe(exchange: Exchange[Any]) -> str:
 
 def planned(plan: Plan, exchange: Exchange[Any]) -> Stats:
     """Statistics of a step that follow from its plan and exchange alone."""
+    own = plan.own_ratios()
     return Stats(
         active=True,
         ranks=exchange.ranks,
@@ -225,8 +226,8 @@ def planned(plan: Plan, exchange: Exchange[Any]) -> Stats:
         buckets=len(plan.buckets),
         elements=sum(tensor.numel for tensor in plan.tensors()),
         momentum=plan.config.momentum,
-        ratios=plan.own_ratios(),
-        tensor_bytes=plan.bytes_of(plan.own_ratios()),
+        ratios=own,
+        tensor_bytes=plan.bytes_of(own),
         **asdict(exchange.traffic(plan)),
     )
 
