@@ -105,6 +105,7 @@ class State(Counting[Array]):
         self.schedule, self.guard = Schedule(config), Watch(config.guard)
         self.counter: Counter = HostCounter() if counter is None else counter
         self.allocation: Allocation = ()
+        self._digested: tuple[Allocation, int] = self.allocation, 0  # with its digest
         self.later: set[str] = set()
         self.rates: RateUnits | None = None
         self.ranks_before: int | None = None
@@ -190,7 +191,12 @@ class State(Counting[Array]):
 
     @property
     def _digest_of_allocation(self) -> int:
-        return facts.digest_of([repr(self.allocation).encode()]) if self.allocation else 0
+        """Digest of the allocation, which every step states; 0: there is none."""
+        of, digest = self._digested
+        if of is not self.allocation:  # it may name a thousand tensors
+            digest = facts.digest_of([repr(self.allocation).encode()]) if self.allocation else 0
+            self._digested = self.allocation, digest
+        return digest
 
     def _take_allocation(self, saved: Mapping[str, int]) -> None:
         if self.allocates:
