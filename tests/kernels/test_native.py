@@ -353,7 +353,8 @@ def test_memory_that_is_not_aligned(isa: str, values: str, indices: str, offset:
     assert payload.tobytes() == expected.tobytes()
     assert candidate.tobytes() == both.verbs.residuals[0].residual.tobytes()
     gathered = np.concatenate([expected, expected])
-    kernel.decode(*addresses(moved(gathered)), 2, 0.5, [False, False], addresses(*shifted), 1)
+    received = moved(gathered)  # an address keeps no memory alive
+    kernel.decode(*addresses(received), 2, 0.5, [False, False], addresses(*shifted), 1)
     decoded = both.verbs.decode(gathered, 0.5)
     assert [s.tobytes() for s in shifted] == [d.tobytes() for d in decoded]
 
