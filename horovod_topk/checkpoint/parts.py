@@ -19,6 +19,7 @@ from horovod_topk.core.state.state_dict import (
     COMMITTED,
     DECISION,
     GUARD,
+    LOCAL,
     METHOD_STATE,
     OPTIMIZERS,
     OPTIONAL,
@@ -107,7 +108,15 @@ def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
 
     Committed steps and learning rates are taken only if this rank's state dict has them.
     """
-    known = [ALLOCATION, ASKED, DECISION, GUARD, STEPS, *({COMMITTED, RATES, LARGEST} & set(own))]
+    known = [
+        ALLOCATION,
+        ASKED,
+        DECISION,
+        GUARD,
+        LOCAL,
+        STEPS,
+        *({COMMITTED, RATES, LARGEST} & set(own)),
+    ]
     known += [part for part in parts_of(own) if own[part].get(SHARED)]
     counters = {OPTIMIZERS: saved.get(OPTIMIZERS, [])} if OPTIMIZERS in own else {}
     return {key: saved[key] for key in known if key in saved} | counters

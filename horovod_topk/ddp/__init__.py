@@ -26,13 +26,24 @@ except ImportError as error:
     ) from error
 
 from horovod_topk.ddp.compressor import Compressor, TopKEF, exchange
+from horovod_topk.ddp.local_steps import LocalSteps
 from horovod_topk.ddp.state import DDPState
 from horovod_topk.guard import Guard
+from horovod_topk.local import Outer
 from horovod_topk.methods import METHODS
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.onebit_lamb import OneBitLamb
 
-__all__ = ["DDPState", "Guard", "OneBitAdam", "OneBitLamb", "TopKEF", "exchange"]
+__all__ = [
+    "DDPState",
+    "Guard",
+    "LocalSteps",
+    "OneBitAdam",
+    "OneBitLamb",
+    "Outer",
+    "TopKEF",
+    "exchange",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -453,6 +453,11 @@ class UpdateRule(Protocol):
         """Whether weights move in proportion to gradients."""
         ...
 
+    @property
+    def is_needed_dense(self) -> bool:
+        """Whether it goes on once the guard has ended compression."""
+        ...
+
     def states(self, piece: Piece) -> Mapping[str, StateSpec]:
         """The arrays that the follower keeps for a tensor, beside the residual, by name."""
         ...

@@ -36,9 +36,11 @@ except ImportError as error:
     ) from error
 
 from horovod_topk.guard import Guard
+from horovod_topk.local import Outer
 from horovod_topk.methods import METHODS
 from horovod_topk.torch import elastic, seam
 from horovod_topk.torch.compressor import Compressor, TopKEF
+from horovod_topk.torch.local_steps import LocalSteps
 from horovod_topk.torch.state import OptimizerState
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.onebit_lamb import OneBitLamb
@@ -46,7 +48,7 @@ from horovod_topk.torch_training.onebit_lamb import OneBitLamb
 seam.install()
 elastic.install()
 
-__all__ = ["Guard", "OneBitAdam", "OneBitLamb", "OptimizerState", "TopKEF"]
+__all__ = ["Guard", "LocalSteps", "OneBitAdam", "OneBitLamb", "OptimizerState", "Outer", "TopKEF"]
 
 
 def __getattr__(name: str) -> Any:

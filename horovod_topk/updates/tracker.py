@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from horovod_topk.core.plan.buckets import BucketPlan
 from horovod_topk.core.plan.shards import first_block
@@ -48,6 +48,8 @@ class Rule:
     """`horovod_topk.methods.protocol.UpdateRule` for the update of an optimizer."""
 
     name: str  # "sgd", "adam" (and AdamW), or "own": the optimizer's own step
+
+    is_needed_dense: ClassVar[bool] = False  # `UpdateRule.is_needed_dense`
 
     @property
     def is_linear(self) -> bool:

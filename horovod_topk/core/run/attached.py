@@ -34,7 +34,8 @@ class Attached(Generic[Kept]):
     A model under DistributedDataParallel may have several optimizers, each with a state of its own.
 
     Args:
-        process_set: Horovod's process set of the ranks that exchange gradients.
+        process_set: Horovod's process set of the ranks that exchange gradients; None: this rank
+            exchanges, also if it is alone.
         reduction: "average" or "sum" over ranks.
         label: name of the optimizer in messages.
         reason: why nothing is compressed, if it is known before.
@@ -50,7 +51,7 @@ class Attached(Generic[Kept]):
         self._skipped = {"*": reason} if reason else {}
         self._late: Counter[str] = Counter()  # tensor -> steps in which it delayed its bucket
         self.manager: Any = None  # `horovod_topk.elastic.Manager` that keeps residuals, if any
-        if not reason and (why := why_inactive(process_set)):
+        if process_set is not None and not reason and (why := why_inactive(process_set)):
             self._skip("*", why)
         self.active = not self._skipped
 

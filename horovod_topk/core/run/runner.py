@@ -207,6 +207,13 @@ class StepRunner(State[Array]):
         self.plan = plan
         self.step.replan(plan)
 
+    def decay_residuals(self, factor: float) -> None:
+        """Multiply all residuals by a factor up to 1, equal on all ranks, after a commit."""
+        if factor != 1.0:
+            for registry in self._sent():
+                registry.scale(factor)
+            self.step.forget_gradients()
+
     def share_with(self, other: StepRunner[Array]) -> None:
         """Use another rank's arrays of states that the optimizer's update writes.
 
@@ -376,7 +383,8 @@ class StepRunner(State[Array]):
     @property
     def _adapts(self) -> bool:
         """Whether the next step's update depends on its exchange: not after a fall-back."""
-        return self.update_rule is None or not self.guard.has_ended
+        rule = self.update_rule
+        return rule is None or rule.is_needed_dense or not self.guard.has_ended
 
     @property
     def _next_exchange(self) -> Exchange[Array]:

@@ -31,6 +31,7 @@ GUARD = "guard"  # key in a state dict: what the guard remembers
 ALLOCATION = "allocation"  # key in a state dict: level of each tensor's share of the elements
 DECISION = "decision"  # key in a state dict: the schedule's last decision and its memory
 RELEASED = "released"  # key in a state dict: tensors that left the plan, without a residual
+LOCAL = "local"  # counters of local steps
 STEPS = "steps"  # key in a saved shard: how many steps had ended
 OWNED, VELOCITY = "owned", "velocity"  # keys of state dicts within a state dict
 METHOD_STATE = "state."  # prefix of keys: a method's state, a state dict within a state dict

@@ -1,0 +1,127 @@
+"""The outer step: its formulas, and what is kept and sent for it beside residuals.
+
+The anchor x and the outer momentum v are named states that are equal on all ranks, as a method's
+own are: statistics, checkpoints, restarts with another number of ranks and elastic jobs have them
+without a line about local steps.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from horovod_topk.core.run.follower import FollowerArenas
+from horovod_topk.core.state.named_state import as_row
+from horovod_topk.local.settings import LocalConfig, Outer
+from horovod_topk.methods.protocol import Piece, StateSpec
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+ANCHOR, MOMENTUM = "anchor", "outer_momentum"
+NUMBERS = struct.Struct("<2f")  # inner steps, and the norm of the movement
+
+
+def momentum_after(v: Any, d: Any, outer: Outer) -> Any:
+    """v = mu v + d; averaged: v = mu v + (1 - mu) d."""
+    return v * outer.momentum + (d * (1.0 - outer.momentum) if outer.form == "averaged" else d)
+
+
+def anchor_after(x: Any, v: Any, d: Any, outer: Outer) -> Any:
+    """x -= lr v; nesterov: x -= lr (d + mu v). v is that after the step."""
+    return x - (d + v * outer.momentum if outer.form == "nesterov" else v) * outer.lr
+
+
+def first_anchor(x: Any, d: Any, outer: Outer) -> Any:
+    """x -= lr d: the first step, and every step without momentum."""
+    return x - d * outer.lr
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`horovod_topk.methods.protocol.UpdateRule` of outer steps.
+
+    It is part of what ranks agree on: one with other settings is named in an error.
+    """
+
+    config: LocalConfig
+    fragment: int
+
+    is_linear = True  # `UpdateRule.is_linear`
+    is_needed_dense = True  # `UpdateRule.is_needed_dense`: the anchor has to move in any case
+
+    @property
+    def name(self) -> str:
+        """`UpdateRule.name`."""
+        return f"fragment {self.fragment} of {self.config}"
+
+    @property
+    def tells(self) -> bool:
+        """Whether ranks tell each other their inner steps and norms."""
+        return bool(self.config.seconds) or self.config.clip is not None
+
+    def states(self, piece: Piece) -> Mapping[str, StateSpec]:
+        """`UpdateRule.states`."""
+        kept = StateSpec(piece.numel, shared=True, in_place=True)
+        return {ANCHOR: kept, MOMENTUM: kept} if self.config.outer.momentum else {ANCHOR: kept}
+
+    def numbers(self, piece: Piece) -> tuple[str, ...]:
+        """`UpdateRule.numbers`: once for each bucket."""
+        return ("steps", "norm") if self.tells and piece.gradient == 0 else ()
+
+    def adopted(self, name: str, array: Any, ops: Ops[Any]) -> Any:
+        """`UpdateRule.adopted`."""
+        return array
+
+
+@dataclass
+class Told(Generic[Array]):
+    """`core.run.follower.Followers`: what ranks tell each other about a round.
+
+    Attributes:
+        own: this rank's inner steps, and the norm of its movement.
+        heard: the same of all ranks, in rank order; empty if nothing is told.
+    """
+
+    ops: Ops[Array]
+    own: tuple[float, float] = (0.0, 0.0)
+    heard: Sequence[tuple[float, float]] = field(default_factory=list)
+
+    def begin_step(self) -> None:
+        """`Followers.begin_step`."""
+        self.heard = []
+
+    def follower(self, bucket: Any, memory: FollowerArenas) -> Listener[Array]:
+        """`Followers.follower`."""
+        return Listener(self, bucket)
+
+
+@dataclass(frozen=True)
+class Listener(Generic[Array]):
+    """`core.run.follower.Follower` of one bucket."""
+
+    told: Told[Array]
+    bucket: Any
+
+    def begin(self, gradients: Sequence[Array]) -> None:
+        """`Follower.begin`."""
+
+    def squares(self) -> Sequence[Array | None]:
+        """`Follower.squares`: the largest movements are sent."""
+        return ()
+
+    def message(self) -> Array:
+        """`Follower.message`."""
+        ops = self.told.ops
+        data = ops.zeros(NUMBERS.size, "uint8", self.bucket.device)
+        ops.store_bytes(data, 0, NUMBERS.pack(*self.told.own))
+        return ops.row(ops.unpack_values(as_row(ops, data), 2, "float32", "float32"), 0)
+
+    def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, message: Any) -> None:
+        """`Follower.finish`: note what the ranks have told. Waits for the device."""
+        if message is not None:
+            ops = self.told.ops
+            rows = (ops.row(message, i) for i in range(ops.rows(message, NUMBERS.size)))
+            self.told.heard = [NUMBERS.unpack(ops.to_host(row)) for row in rows]

@@ -1,0 +1,298 @@
+"""`Rounds` counts a rank's inner steps, and makes the outer steps that are due.
+
+After an inner step a fragment's exchange may start, and another one's may end:
+
+    move         d = x - w, for each tensor, with the anchor x and this rank's weights w
+    exchange     as a gradient: e + d is compressed, the rest stays in e
+    commit       e is multiplied by `decay`
+    outer step   x moves by the mean d of all ranks: `local.outer`
+    go on        w = x; after a delay w = alpha w + (1 - alpha) x
+
+A NaN or an infinity on any rank rolls the round back on every rank: anchor, momentum and residuals
+stay bitwise as they were, and w = x.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from horovod_topk.core.run.runner import StepRunner
+from horovod_topk.local.outer import (
+    ANCHOR,
+    MOMENTUM,
+    Told,
+    anchor_after,
+    first_anchor,
+    momentum_after,
+)
+from horovod_topk.local.settings import LocalConfig, median
+from horovod_topk.ops import Ops
+
+log = logging.getLogger("horovod_topk")
+
+Array = TypeVar("Array")
+
+
+class Weights(Protocol[Array]):
+    """This rank's weights, as an adapter has them. Arrays have the anchor's dtype and device."""
+
+    def read(self, name: str) -> Array:
+        """A tensor's weights, flat."""
+        ...
+
+    def moved(self, name: str, anchor: Array) -> Array:
+        """How far a tensor is from the anchor, flat, in memory of its own: anchor - weights."""
+        ...
+
+    def blend(self, name: str, anchor: Array, alpha: float) -> None:
+        """Set a tensor to alpha times itself plus (1 - alpha) times the anchor."""
+        ...
+
+    def recover(self) -> None:
+        """Note that a round was rolled back, as some rank's movement was not finite."""
+        ...
+
+
+@dataclass(eq=False)
+class Fragment(Generic[Array]):
+    """A part of the model that is exchanged at once.
+
+    Attributes:
+        runner: its error feedback, and its states.
+        told: what the ranks tell each other.
+        moved: the movement of each tensor by bucket while it is exchanged; then the mean.
+        since: inner steps since its last exchange started.
+        stages: rounds of its exchange that have begun since.
+        median: the median of the ranks' norms in its last round; 0: there was none.
+    """
+
+    runner: StepRunner[Array]
+    told: Told[Array]
+    moved: dict[int, list[Array]] = field(default_factory=dict)
+    since: int = 0
+    stages: int = 0
+    median: float = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its tensors."""
+        return [tensor.spec.name for tensor in self.runner.plan.tensors()]
+
+    def anchor(self, name: str) -> Array:
+        """The anchor of a tensor: a view, flat."""
+        return self.runner.states[ANCHOR].residual(name)
+
+
+class Rounds(Generic[Array]):
+    """Counts inner steps, and makes outer steps.
+
+    Args:
+        config: the settings, equal on all ranks.
+        fragments: the parts of the model.
+        weights: this rank's weights.
+        ops: operations on arrays.
+        clock: returns seconds.
+
+    Attributes:
+        steps: inner steps so far.
+        origin: inner steps when the present count of rounds began.
+        has_begun: whether the anchors are known.
+    """
+
+    def __init__(
+        self,
+        config: LocalConfig,
+        fragments: Sequence[Fragment[Array]],
+        weights: Weights[Array],
+        ops: Ops[Array],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config, self.fragments, self._weights, self._ops = config, fragments, weights, ops
+        self._clock, self._began = clock, clock()
+        self.steps = self.origin = 0
+        self.has_begun = False
+
+    def begin(self) -> None:
+        """Make the present weights the anchor, which has to be equal on all ranks."""
+        for fragment in self.fragments:
+            for name in fragment.names:
+                self._ops.assign(fragment.anchor(name), self._weights.read(name))
+            fragment.since = 0
+        self._restart()
+        self.has_begun = True
+
+    def restart(self) -> None:
+        """Begin a round at the anchor: what this rank has moved since is lost."""
+        for fragment in self.fragments:
+            self._go_on(fragment, 0.0)
+            fragment.since = 0
+        self._restart()
+
+    def after_step(self) -> bool:
+        """Count an inner step, and make the outer steps that are due.
+
+        Returns:
+            Whether an exchange has started.
+        """
+        self.steps += 1
+        for fragment in self.fragments:
+            fragment.since += 1
+        if self.config.seconds:
+            if is_due := self._clock() - self._began >= self.config.seconds:
+                self._round(self.fragments)
+            return is_due
+        step = self.steps - self.origin
+        self._advance(step)
+        self._end([self.fragments[p] for p in self.config.arrives(step) if self.config.delay])
+        started = [self.fragments[p] for p in self.config.starts(step)]
+        if self.config.delay:
+            for fragment in started:
+                self._start(fragment)
+        else:
+            self._round(started)
+        return bool(started)
+
+    def synchronize(self) -> None:
+        """Exchange all that ranks have moved since, and go on with equal weights. A collective."""
+        late = [self.fragments[p] for p in self.config.under_way(self.steps - self.origin)]
+        self._end(late)
+        self._round([each for each in self.fragments if each.since or each in late])
+        self._restart()
+
+    def settle(self) -> None:
+        """Finish the exchanges under way; weights get the new anchors when they are due."""
+        for fragment in self.fragments:
+            self._finish(fragment)
+
+    def drop(self) -> None:
+        """Forget exchanges that were abandoned."""
+        for fragment in self.fragments:
+            fragment.moved.clear()
+
+    def counters(self) -> dict[str, Any]:
+        """The counters, for a state dict."""
+        each = [{"since": f.since, "median": f.median} for f in self.fragments]
+        return {"steps": self.steps, "origin": self.origin, "fragments": each}
+
+    def take(self, counters: Mapping[str, Any]) -> None:
+        """Load counters; the anchors are loaded, too."""
+        self.steps, self.origin = counters["steps"], counters["origin"]
+        for fragment, own in zip(self.fragments, counters["fragments"], strict=True):
+            fragment.since, fragment.median = own["since"], own["median"]
+        self._began, self.has_begun = self._clock(), True
+
+    def _restart(self) -> None:
+        self.origin, self._began = self.steps, self._clock()
+
+    def _round(self, fragments: Sequence[Fragment[Array]]) -> None:
+        """Exchange fragments, and wait."""
+        for fragment in fragments:
+            self._start(fragment)
+        for fragment in fragments:
+            self._finish(fragment)
+            self._go_on(fragment, 0.0)
+        self._began = self._clock()
+
+    def _end(self, fragments: Sequence[Fragment[Array]]) -> None:
+        """End the exchanges of fragments that were started a while ago."""
+        for fragment in fragments:
+            if self._finish(fragment):
+                self._go_on(fragment, self.config.alpha)
+
+    def _start(self, fragment: Fragment[Array]) -> None:
+        """Compress a fragment's movement, and start its exchange."""
+        runner = fragment.runner
+        found = {
+            bucket.ordinal: [
+                self._weights.moved(t.spec.name, fragment.anchor(t.spec.name))
+                for t in bucket.gradients
+            ]
+            for bucket in runner.plan.buckets
+        }
+        factor, norm = 1.0, 0.0
+        if self.config.clip is not None:
+            norm = math.hypot(*(self._ops.norm(each) for moved in found.values() for each in moved))
+            limit = self.config.clip * fragment.median
+            factor = limit / norm if limit and norm > limit else 1.0
+        fragment.told.own = float(fragment.since), norm
+        if self.config.seconds:
+            factor *= fragment.since
+        for moved in found.values():
+            for each in moved if factor != 1.0 else ():
+                self._ops.write_scaled(self._ops.clone(each), factor, each, False)
+        for ordinal, moved in found.items():
+            runner.launch(ordinal, moved)
+        fragment.moved, fragment.since, fragment.stages = found, 0, 0
+
+    def _advance(self, step: int) -> None:
+        """Start the next rounds of exchanges in the background, at steps that the plan fixes."""
+        if not self.config.delay:
+            return
+        for fragment in self.fragments:
+            stages = fragment.runner.step.stages
+            due = (fragment.stages + 1) * self.config.delay // (stages + 1)
+            if fragment.moved and fragment.stages < stages and fragment.since >= due:
+                fragment.runner.step.advance()
+                fragment.stages += 1
+
+    def _finish(self, fragment: Fragment[Array]) -> bool:
+        """Wait for a fragment's exchange, and make its outer step.
+
+        Returns:
+            Whether the weights may keep a share of themselves; not after a round that was rolled
+            back, or without one.
+        """
+        runner, moved = fragment.runner, fragment.moved
+        if not moved:
+            return self.config.delay > 0
+        fragment.moved = {}
+        for ordinal, targets in moved.items():
+            runner.step.finish(ordinal, targets)
+        is_first = runner.counter.committed == 0
+        if not runner.commit():
+            log.warning(
+                "LocalSteps: a round was rolled back, as a movement was not finite on some rank; "
+                "all ranks go on from the anchor, and lose their last %d inner steps",
+                self.config.steps or fragment.told.own[0],
+            )
+            self._weights.recover()
+            self._go_on(fragment, 0.0)
+            return False
+        runner.decay_residuals(self.config.decay)
+        heard = fragment.told.heard
+        fragment.median = median([norm for _, norm in heard])
+        counted = sum(steps for steps, _ in heard) / len(heard) if heard else 0.0
+        weight = 1.0 / counted if self.config.seconds and counted else 1.0
+        self._move(fragment, moved, weight, is_first=is_first)
+        return True
+
+    def _move(
+        self,
+        fragment: Fragment[Array],
+        means: Mapping[int, Sequence[Array]],
+        weight: float,
+        *,
+        is_first: bool,
+    ) -> None:
+        """Move the anchor by the mean movement."""
+        outer, ops, states = self.config.outer, self._ops, fragment.runner.states
+        for bucket in fragment.runner.plan.buckets:
+            for tensor, mean in zip(bucket.gradients, means[bucket.ordinal], strict=True):
+                d: Any = mean if weight == 1.0 else mean * weight  # type: ignore[operator]
+                x: Any = fragment.anchor(tensor.spec.name)
+                if outer.momentum:
+                    v: Any = states[MOMENTUM].residual(tensor.spec.name)
+                    ops.assign(v, d if is_first else momentum_after(v, d, outer))
+                    new = first_anchor(x, d, outer) if is_first else anchor_after(x, v, d, outer)
+                else:
+                    new = first_anchor(x, d, outer)
+                ops.assign(x, new)
+
+    def _go_on(self, fragment: Fragment[Array], alpha: float) -> None:
+        for name in fragment.names:
+            self._weights.blend(name, fragment.anchor(name), alpha)
