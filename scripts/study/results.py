@@ -14,7 +14,8 @@ from horovod_topk.cli.compare.records import Record, Store
 from horovod_topk.cli.compare.result import Found
 from horovod_topk.cli.compare.session import results
 from horovod_topk.cli.compare.settings import CompareSettings, of_file
-from horovod_topk.core.run.substitute import Substitute, parse
+from horovod_topk.core.run.substitute import Substitute
+from horovod_topk.local.call import LocalCall, parse
 from pages import RESULTS
 from pages.markdown import spread, standard_error
 
@@ -26,7 +27,7 @@ class Row:
     """A compressor of a case, beside the case's dense runs."""
 
     name: str
-    asked: Substitute
+    asked: Substitute | LocalCall
     metric: str
     runs: dict[int, Record]  # by seed
     dense: dict[int, Record]

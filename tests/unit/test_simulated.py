@@ -16,11 +16,13 @@ import torch
 from horovod_topk.cli.compare import session
 from horovod_topk.cli.compare.records import DIVERGED, DONE, FAILED, LATE, Cell, Record, Store
 from horovod_topk.cli.compare.settings import of_file
-from horovod_topk.cli.compare.simulated.training import Task, train
+from horovod_topk.cli.compare.simulated.local import LocalJob
+from horovod_topk.cli.compare.simulated.training import Task, job_of, train
 from horovod_topk.cli.compare.simulated.workload import load
 from horovod_topk.core.exchange.loopback import Loopback
+from horovod_topk.local.call import parse
 from horovod_topk.ops.torch import TorchOps
-from study import loops
+from study import loops, optimizers
 from study.workloads import SHARDS, workload
 
 pytestmark = pytest.mark.tools
@@ -93,6 +95,60 @@ def test_fp16_sends_half_and_trains_alike() -> None:
     half, full = run("fp16"), run("none")
     assert half.sent_bytes == full.sent_bytes / 2 and half.dense_bytes == full.dense_bytes
     assert scores(half)[-1] == pytest.approx(scores(full)[-1], abs=0.02)
+
+
+LOCAL = "TopKEF(ratio=0.05, values='int4', momentum=0, warmup=None)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounds"),
+    [("decay=0.9", 3), ("fragments=2, delay=1, outer=Outer(lr=0.7, momentum=0.5)", 4)],
+)
+def test_local_steps_repeat_to_the_bit_and_send_a_round_at_a_time(
+    settings: str, rounds: int
+) -> None:
+    """With a delay the last round is under way when the ranks synchronise, in one more."""
+    call = f"LocalSteps({LOCAL}, every=2, {settings})"
+    first, again = (run(call, ranks=3, steps=6) for _ in range(2))
+    assert scores(first) == scores(again)
+    each = run(LOCAL, ranks=3)  # of a step
+    assert first.sent_bytes == pytest.approx(each.sent_bytes * rounds / 6, rel=0.1)
+    assert first.dense_bytes == each.dense_bytes
+
+
+def test_local_steps_of_one_step_train_as_dense_does() -> None:
+    local = run("LocalSteps(Dense, every=1)", lr=0.05)
+    assert scores(local) == pytest.approx(scores(run("none", lr=0.05)), abs=0.01)
+
+
+def test_one_rank_takes_local_steps_with_the_outer_optimizer_alone() -> None:
+    alone = run("LocalSteps('diloco', every=2)", ranks=1)
+    assert alone.status == DONE and alone.sent_bytes == alone.dense_bytes == 0
+    averaging = run("LocalSteps(Dense, every=2)", ranks=1)
+    assert alone.points[-1].metrics != averaging.points[-1].metrics
+
+
+def test_ranks_that_take_local_steps_end_with_equal_weights_and_buffers() -> None:
+    made = loops.workload(model="residual", optimizer="momentum", lr=0.05, steps=3)
+    job = job_of(made, parse(f"LocalSteps({LOCAL}, every=2)"), 3, seed=0)
+    assert isinstance(job, LocalJob)
+    for _ in range(3):
+        job.step()
+    states = [replica.model.state_dict() for replica in job.replicas]
+    assert not torch.equal(states[0]["stem.1.running_mean"], states[1]["stem.1.running_mean"])
+    sent = job.traffic["sent"]
+    job.finish()
+    assert job.traffic["sent"] == 2 * sent
+    for other in states[1:]:
+        assert all(torch.equal(states[0][name], other[name]) for name in other)
+
+
+def test_each_optimizer_of_a_model_takes_local_steps() -> None:
+    options = {"model": "transformer", "optimizer": "Muon and AdamW", "lr": 0.01, "steps": 4}
+    call = f"LocalSteps({LOCAL}, every=2)"
+    script = Path(optimizers.__file__)
+    record = train(Task(Cell(call, 0, (), (), ()), script, 2, tuple(options.items()), 100.0))
+    assert record.status == DONE and record.sent_bytes > 0
 
 
 def test_a_run_that_diverges_ends_at_once() -> None:

@@ -13,6 +13,7 @@ from horovod_topk import checkpoint, errors
 from horovod_topk.config import DEFERRED
 from horovod_topk.core.run import substitute
 from horovod_topk.core.run.substitute import VARIABLE, parse
+from horovod_topk.local import call
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,46 @@ def test_is_written_as_it_is_read(text: str, written: str) -> None:
 def test_refuses_what_is_no_compressor(text: str, message: str) -> None:
     with pytest.raises(errors.TopKError) as error:
         parse(text)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("LocalSteps(every=10)", "LocalSteps(TopKEF(), every=10)"),
+        (
+            " LocalSteps(TopKEF(ratio=0.02, momentum=0), every='60s', decay=0.95)",
+            "LocalSteps(TopKEF(ratio=0.02, momentum=0), every='60s', decay=0.95)",
+        ),
+        (
+            "LocalSteps('diloco', every=8)",
+            "LocalSteps(Dense(), every=8, outer=Outer(lr=0.7, momentum=0.9, form='nesterov'))",
+        ),
+        ("TopKEF(ratio=0.01)", "TopKEF(ratio=0.01)"),
+        ("none", "none"),
+    ],
+)
+def test_local_steps_are_written_as_they_are_read(text: str, written: str) -> None:
+    assert str(call.parse(text)) == written
+    assert str(call.parse(written)) == written
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("LocalSteps(TopKEF, 30)", "have to be named"),
+        ("LocalSteps(none, every=30)", "Horovod's own compression"),
+        ("LocalSteps('diloko')", "diloko"),
+        ("LocalSteps(Dense, evry=30)", "LocalSteps has no setting 'evry'"),
+        ("LocalSteps(Dense, every=0)", "every=0"),
+        ("LocalSteps(Dense, outer=open('x'))", "is not a literal"),
+        ("LocalSteps(Dense(ratio=7))", "ratio"),
+        ("LocalSteps(open('x'))", "is not a compressor"),
+    ],
+)
+def test_refuses_what_are_no_local_steps(text: str, message: str) -> None:
+    with pytest.raises(errors.TopKError) as error:
+        call.parse(text)
     assert message in str(error.value)
 
 

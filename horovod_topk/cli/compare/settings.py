@@ -17,8 +17,8 @@ from horovod_topk.cli.compare.records import Cell
 from horovod_topk.cli.options import MOST_RANKS, outside
 from horovod_topk.cli.reading import fits
 from horovod_topk.config import reject_unknown
-from horovod_topk.core.run.substitute import parse
 from horovod_topk.cost.quantities import bits_per_second, is_number
+from horovod_topk.local.call import LocalCall, parse
 
 LOWER = ("loss", "error", "perplexity", "ppl", "nll", "bits_per_byte", "wer", "mse", "mae", "rmse")
 HIGHER = ("accuracy", "acc", "f1", "auc", "bleu", "map", "iou", "top1", "top5")
@@ -304,6 +304,12 @@ def checked(settings: CompareSettings) -> CompareSettings:
         raise ValueError("--simulated ranks have no network. Leave out --hosts and --network")
     if settings.hosts is not None and settings.network is not None:
         raise ValueError("--hosts and --network: emulated hosts have names of their own. Give one")
+    for name, call in settings.rows.items():
+        if not settings.simulated and isinstance(parse(call), LocalCall):
+            raise ValueError(
+                f"{name}: {call} is an optimizer, which a script makes itself. Give --simulated, "
+                "or an option of the script that makes it"
+            )
     clashes = settings.baselines.keys() & settings.compressors.keys()
     if clashes:
         raise ValueError(f"{', '.join(clashes)}: name of a baseline and of a compressor. Rename it")
@@ -316,7 +322,7 @@ def _check_numbers(settings: CompareSettings) -> None:
     Raises:
         ValueError: one does not; names the option, the value and the limit.
     """
-    _check_whole("--ranks", settings.ranks, 2, MOST_RANKS)
+    _check_whole("--ranks", settings.ranks, 1 if settings.simulated else 2, MOST_RANKS)
     _check_whole("--jobs", settings.jobs, 1, MOST_JOBS)
     _check_positive("--limit", settings.limit_seconds)
     _check_positive("--budget", settings.budget)

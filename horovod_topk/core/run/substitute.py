@@ -61,7 +61,7 @@ def parse(text: str) -> Substitute:
     """
     if text.strip() in HOROVODS:
         return Substitute(text.strip(), {})
-    name, settings = _call(text)
+    name, settings = call_of(text, {**SCHEDULES, "Guard": Guard})
     if name not in METHODS:
         known = ", ".join([*HOROVODS, *METHODS])
         raise ConfigError(
@@ -71,8 +71,16 @@ def parse(text: str) -> Substitute:
     return Substitute(name, settings)
 
 
-def _call(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the keywords of a call, or of a name alone."""
+def call_of(text: str, kinds: Mapping[str, type]) -> tuple[str, dict[str, Any]]:
+    """The name and the keywords of a call, or of a name alone.
+
+    Args:
+        text: the call.
+        kinds: classes by name whose objects may be values: their settings are literals.
+
+    Raises:
+        ConfigError: it is no such call.
+    """
     cure = "Write it as in TopKEF(ratio=0.01, values='int8'): keywords, with literals as values"
     try:
         node = ast.parse(text.strip(), mode="eval").body
@@ -87,25 +95,24 @@ def _call(text: str) -> tuple[str, dict[str, Any]]:
         if keyword.arg is None or keyword.arg in settings:
             raise ConfigError(f"{text!r}: each setting has to be named once", cure=cure)
         try:
-            settings[keyword.arg] = _value(keyword.value)
+            settings[keyword.arg] = _value(keyword.value, kinds)
         except ValueError as error:
             value = ast.unparse(keyword.value)
             raise ConfigError(f"{keyword.arg}={value} is not a literal", cure=cure) from error
     return node.func.id, settings
 
 
-def _value(node: ast.expr) -> Any:
-    """Evaluate a literal, or a schedule or guard with literals as settings.
+def _value(node: ast.expr, kinds: Mapping[str, type]) -> Any:
+    """Evaluate a literal, or an object of a known class with literals as settings.
 
     Raises:
         ValueError: it is neither.
     """
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
-    kinds = {**SCHEDULES, "Guard": Guard}
     kind = kinds.get(node.func.id) if isinstance(node.func, ast.Name) else None
     if kind is None or node.args:
-        raise ValueError(f"{ast.unparse(node)} is no schedule or guard")
+        raise ValueError(f"{ast.unparse(node)} is none of {', '.join(kinds)}")
     return kind(**{str(each.arg): ast.literal_eval(each.value) for each in node.keywords})
 
 

@@ -131,8 +131,7 @@ class Compressed:
     ) -> None:
         self._positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         ops = TorchOps()
-        pairs = [Location(f"node{rank // 2}", rank % 2, rank // 2 * 2) for rank in range(ranks)]
-        wire = Loopback(ranks, ops, locations=pairs)
+        wire = Loopback(ranks, ops, locations=pairs_of(ranks))
         plan = plan_of(model, config)
         plan = plan.under(plan.config, rule)  # whose rules for ratios are applied
         routes = [exchange_of(plan, wire, rank) for rank in range(ranks)]
@@ -234,6 +233,11 @@ class Several:
         """`Exchange.report`."""
         for each in self._exchanges:
             each.report(losses)
+
+
+def pairs_of(ranks: int) -> list[Location]:
+    """The locations of ranks on nodes of two."""
+    return [Location(f"node{rank // 2}", rank % 2, rank // 2 * 2) for rank in range(ranks)]
 
 
 def exchange_of(plan: Plan, wire: Loopback[Tensor], rank: int) -> Route[Tensor]:

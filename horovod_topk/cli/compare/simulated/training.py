@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,9 +21,11 @@ from horovod_topk.cli.compare.simulated.exchanges import (
     counted_bytes,
     plain,
 )
-from horovod_topk.cli.compare.simulated.workload import Workload, load
+from horovod_topk.cli.compare.simulated.local import LocalJob
+from horovod_topk.cli.compare.simulated.workload import Workload, load, scored
 from horovod_topk.cli.machine import machine
-from horovod_topk.core.run.substitute import Substitute, parse
+from horovod_topk.core.run.substitute import Substitute
+from horovod_topk.local.call import LocalCall, parse
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,12 @@ class Job:
         traffic = self.exchange.traffic()
         self.traffic.update(sent=counted_bytes(traffic), dense=traffic.dense_bytes)
 
-    @torch.no_grad()
+    def finish(self) -> None:
+        """End training: all ranks have the same weights already."""
+
     def score(self) -> dict[str, float | None]:
         """Metrics by name; all None if a metric or a weight is not finite."""
-        found = self.workload.score(self.model)
-        finite = all(bool(p.isfinite().all()) for p in self._parameters)
-        finite = finite and all(map(math.isfinite, found.values()))
-        return {name: round(value, 6) if finite else None for name, value in found.items()}
+        return scored(self.workload, self.model)
 
     def _gradients(self, batch: Any) -> tuple[float, list[Tensor]]:
         """One rank's loss, and its gradients."""
@@ -104,15 +104,26 @@ def exchange(
     return Several(model, parts, [compressed(*pair, ranks, compressor) for pair in pairs])
 
 
+def job_of(
+    workload: Workload, asked: Substitute | LocalCall, ranks: int, seed: int
+) -> Job | LocalJob:
+    """Make a job that exchanges in every step, or one of local steps."""
+    if isinstance(asked, LocalCall):
+        return LocalJob(workload, asked, ranks, seed)
+    return Job(workload, asked, ranks, seed)
+
+
 def train(task: Task) -> Record:
     """Train a cell; a run that diverges ends at once."""
     workload = load(task.script)(**dict(task.options))
-    job = Job(workload, parse(task.cell.compressor), task.ranks, task.cell.seed)
+    job = job_of(workload, parse(task.cell.compressor), task.ranks, task.cell.seed)
     points: list[Point] = []
     began = time.perf_counter()
     status = DONE
     for step in range(1, workload.steps + 1):
         job.step()
+        if step == workload.steps:
+            job.finish()
         seconds = time.perf_counter() - began
         if step % workload.every == 0 or step == workload.steps:
             points.append(Point(step, round(seconds, 3), job.score()))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,6 +49,15 @@ class Workload(Protocol):
     def score(self, model: nn.Module) -> Mapping[str, float]:
         """Return metrics on unseen data, by name. Gradients are off."""
         ...
+
+
+@torch.no_grad()
+def scored(workload: Workload, model: nn.Module) -> dict[str, float | None]:
+    """A model's metrics by name; all None if a metric or a weight is not finite."""
+    found = workload.score(model)
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    finite = finite and all(map(math.isfinite, found.values()))
+    return {name: round(value, 6) if finite else None for name, value in found.items()}
 
 
 def load(script: Path) -> Callable[..., Workload]:
