@@ -29,7 +29,7 @@ from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.run.stats import describe
 from horovod_topk.core.state.state_dict import LOCAL
 from horovod_topk.errors import ConfigError, PlanMismatchError, StateDictError
-from horovod_topk.local.outer import Rule, Told
+from horovod_topk.local.outer import Rule, Told, check_tells
 from horovod_topk.local.rounds import Fragment, Rounds
 from horovod_topk.local.settings import LocalConfig, check_compression, preset_of
 from horovod_topk.methods import METHODS, Method
@@ -52,12 +52,11 @@ class TorchWeights:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-        self._parameters: dict[str, Tensor] = {n: local(p.detach()) for n, p in parameters.items()}
-        self._optimizer = optimizer
+        self._parameters, self._optimizer = parameters, optimizer
 
     def read(self, name: str) -> Tensor:
         """`Weights.read`."""
-        return self._parameters[name].reshape(-1)
+        return self._weights(name).reshape(-1)
 
     def moved(self, name: str, anchor: Tensor) -> Tensor:
         """`Weights.moved`: anchor and weights are both rounded to the weights' dtype."""
@@ -68,7 +67,7 @@ class TorchWeights:
 
     def blend(self, name: str, anchor: Tensor, alpha: float) -> None:
         """`Weights.blend`."""
-        p = self._parameters[name]
+        p = self._weights(name)
         anchor = anchor.to(p.device).view(p.shape)
         p.copy_(anchor if alpha == 0.0 else p * alpha + anchor * (1.0 - alpha))
 
@@ -79,6 +78,10 @@ class TorchWeights:
             if not all(bool(each.isfinite().all()) for each in floats):
                 log.warning("LocalSteps resets a state of the inner optimizer that is not finite")
                 del self._optimizer.state[p]
+
+    def _weights(self, name: str) -> Tensor:
+        weights: Tensor = local(self._parameters[name].detach())  # `p.data` may be another by now
+        return weights
 
 
 class LocalState(Attached[StepRunner[Tensor]]):
@@ -148,6 +151,7 @@ class LocalState(Attached[StepRunner[Tensor]]):
         if not elastic():
             ordinal = agree(plan, ordinal, ops, collective)
         exchange, told = exchange_of(plan, ops, collective), Told(ops)
+        check_tells(rule, exchange.kind)
         timer = getattr(collective, "timer", None)
         name = f"{prefix}.{ordinal}.{number}"
         runner = StepRunner(plan, ops, PayloadCodec(ops), exchange, name, timer, told)

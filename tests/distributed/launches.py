@@ -166,7 +166,7 @@ DDP = (
         "error_feedback",
         "grad_scaler",
     ),
-    *("groups_ratios", "guard", "hierarchical", "learning_rates", "methods"),
+    *("groups_ratios", "guard", "hierarchical", "learning_rates", "local_steps", "methods"),
     *(
         "momentum",
         "onebit_lamb",
