@@ -100,6 +100,7 @@ class LocalState(Attached[StepRunner[Tensor]]):
 
     framework = "torch"
     name: str  # prefix of the collectives' names, equal on all ranks
+    is_new = True  # until the first inner step, also of a rank that has joined an elastic job
 
     def __init__(
         self,
@@ -243,7 +244,7 @@ class LocalState(Attached[StepRunner[Tensor]]):
         """As `Attached.forget`."""
         super().forget()
         self.rounds.drop()
-        self.rounds.has_begun = False
+        self.rounds.has_begun, self.is_new = False, True
 
 
 class LocalSteps(Optimizer):
@@ -386,9 +387,11 @@ class LocalSteps(Optimizer):
         Raises:
             ConfigError: a parameter is trained that was frozen when this object was made.
         """
-        if not self._topkef.rounds.has_begun:
-            if closure is None and not self._has_gradient():
-                return self._inner.step()  # as hvd.broadcast_optimizer_state does
+        state = self._topkef
+        if state.is_new and closure is None and not self._has_gradient():
+            return self._inner.step()  # as hvd.broadcast_optimizer_state does
+        state.is_new = False
+        if not state.rounds.has_begun:
             self.begin()
         loss = self._inner_step(closure)
         self.count()
