@@ -34,7 +34,7 @@ from horovod_topk.local.rounds import Fragment, Rounds
 from horovod_topk.local.settings import LocalConfig, check_compression, preset_of
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch_training.gradients import local, spec_of
+from horovod_topk.torch_training.gradients import local, part_of, spec_of
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.state import TrainingCompressor
 
@@ -113,6 +113,7 @@ class LocalState(Attached[StepRunner[Tensor]]):
     ) -> None:
         label = f"{type(optimizer).__name__} with {len(parameters)} parameters"
         super().__init__(None, "average", label)
+        self.part = part_of(next(iter(parameters.values())))
         check_compression(compressor.config)
         check_elastic(compressor.config)
         if elastic() and config.fragments > 1:
@@ -406,9 +407,11 @@ class LocalSteps(Optimizer):
     @torch.no_grad()
     def count(self) -> None:
         """Count an inner step that was taken elsewhere, and take the outer steps that are due."""
-        if self._topkef.rounds.after_step():
+        rounds = self._topkef.rounds
+        if started := rounds.after_step():
             self._check_trained()
-            self._average_buffers()
+            if started[-1] is rounds.fragments[-1]:
+                self._average_buffers()
 
     @torch.no_grad()
     def synchronize(self) -> None:
