@@ -23,7 +23,7 @@ from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.run.stats import describe
 from horovod_topk.core.state.state_dict import LOCAL
 from horovod_topk.errors import ConfigError, PlanMismatchError, StateDictError
-from horovod_topk.local.outer import Rule, Told
+from horovod_topk.local.outer import Rule, Told, check_tells
 from horovod_topk.local.rounds import Fragment, Rounds, Weights
 from horovod_topk.local.settings import LocalConfig, check_compression, preset_of
 from horovod_topk.methods import METHODS, Method
@@ -137,12 +137,14 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
         """Agree with all ranks on a fragment's plan, and allocate memory."""
         ops, collective = self._ops, self._collective
         plan = make_plan([*reversed(specs)], method)
-        plan = plan.under(plan.config, Rule(config, number))
+        rule = Rule(config, number)
+        plan = plan.under(plan.config, rule)
         prefix = method.name or f"local.{plan.digest.hex()}"
         ordinal = sum(each.startswith(f"{prefix}.") for each in taken)
         if not elastic():
             ordinal = agree(plan, ordinal, ops, collective)
         exchange, told = exchange_of(plan, ops, collective), Told(ops)
+        check_tells(rule, exchange.kind)
         name, timer = f"{prefix}.{ordinal}.{number}", getattr(collective, "timer", None)
         runner = self.runner(plan, ops, PayloadCodec(ops), exchange, name, timer, told)
         log.info("LocalSteps %s: %s, %s", name, plan.summary(), describe(exchange))
@@ -251,6 +253,8 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
 class Averages(Generic[Array]):
     """Averages tensors over ranks, uncompressed, such as the statistics of batch norm.
 
+    The mean is computed in float64, so that it leaves a constant as it is.
+
     Args:
         specs: the tensors.
         weights: this rank's values.
@@ -270,7 +274,7 @@ class Averages(Generic[Array]):
         name: str,
     ) -> None:
         self._weights, self._ops = weights, ops
-        plan = make_plan(specs, METHODS["Dense"]())
+        plan = make_plan([replace(s, dtype="float64") for s in specs], METHODS["Dense"]())
         if not elastic():
             agree(plan, 0, ops, collective)
         exchange = exchange_of(plan, ops, collective)
@@ -292,9 +296,11 @@ class Averages(Generic[Array]):
 
     def _values(self) -> dict[int, list[Array]]:
         """Copies of this rank's values by bucket."""
-        read, clone = self._weights.read, self._ops.clone
-        buckets = self._runner.plan.buckets
-        return {b.ordinal: [clone(read(t.spec.name)) for t in b.gradients] for b in buckets}
+        read, cast = self._weights.read, self._ops.cast
+        return {
+            bucket.ordinal: [cast(read(t.spec.name), "float64") for t in bucket.gradients]
+            for bucket in self._runner.plan.buckets
+        }
 
 
 def fragments_of(specs: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:

@@ -119,8 +119,8 @@ class LocalSteps(keras.callbacks.Callback):  # type: ignore[misc]
                 f"every={steps} is below steps_per_execution={model.steps_per_execution}",
                 cure=f"Compile the model with steps_per_execution={steps} at most",
             )
-        beside = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
-        averaged = beside if self._averaged else []
-        own = {**self._settings, "averaged": averaged}
+        layers = [*model._flatten_layers()] if self._averaged else []
+        beside = [v for layer in layers for v in layer._non_trainable_variables]
+        own = {**self._settings, "averaged": beside}
         self.local = local_steps.LocalSteps(model.optimizer, trained, **own)
         self._trained = trained

@@ -23,7 +23,7 @@ from horovod_topk.errors import (
     UnknownSettingError,
     UnsupportedOperationError,
 )
-from horovod_topk.tensorflow import Dense, LocalSteps, Outer
+from horovod_topk.tensorflow import Dense, LocalSteps, Outer, PowerSGD
 from plain import PlainTopKEF as TopKEF
 
 SHAPES = [(30, 20), (7,), (), (0,)]
@@ -39,8 +39,9 @@ def start() -> list[Array]:
 class Alone:
     """Variables that each rank moves by noise of (rank, step), and their local steps."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.variables = [tf.Variable(each, name=f"v{i}") for i, each in enumerate(start())]
+    def __init__(self, dtype: str = "float32", **settings: Any) -> None:
+        initial = [tf.cast(each, dtype) for each in start()]
+        self.variables = [tf.Variable(each, name=f"v{i}") for i, each in enumerate(initial)]
         self.steps = 0
         self.local = LocalSteps(None, self.variables, **settings)
 
@@ -48,7 +49,8 @@ class Alone:
         """Take inner steps."""
         for _ in range(count):
             for i, v in enumerate(self.variables):
-                v.assign_sub(RATE * factor * noise(hvd.rank(), 10 * self.steps + i, v.shape))
+                by = RATE * factor * noise(hvd.rank(), 10 * self.steps + i, v.shape)
+                v.assign_sub(tf.cast(by, v.dtype))
             self.steps += 1
             self.local.step()
         return self
@@ -112,6 +114,7 @@ COMPRESSORS: dict[str, Callable[[], Any]] = {
     "sharded": lambda: TopKEF(ratio=0.05, min_numel=0, exchange="sharded"),
     "int8": lambda: TopKEF(ratio=0.05, min_numel=0, residuals="int8"),
     "allreduce": lambda: Dense(exchange="allreduce"),
+    "reduce": lambda: PowerSGD(rank=2, min_numel=0),
 }
 
 
@@ -138,6 +141,30 @@ def test_other_settings(settings: dict[str, Any]) -> None:
     alone.local.synchronize()
     assert_ranks_equal(alone.weights)
     assert alone.local.rounds == 3
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_dtypes(dtype: str) -> None:
+    """Anchors are in float32, or float64; a weight that does not move has no movement."""
+    alone = Alone(dtype, every=2, compression=Dense, outer=Outer(momentum=0.5)).take(4)
+    assert_ranks_equal(alone.weights)
+    alone.take(2, 0.0)  # the momentum moves on
+    assert_ranks_equal(alone.weights)
+    assert TopKEF.of(alone.local).stats().gradient_norm == 0.0
+
+
+def test_averages() -> None:
+    """Of values that differ, and of a constant, which stays to the bit; a NaN brings them back."""
+    rank, ranks = float(hvd.rank()), hvd.size()
+    v, constant, apart = (tf.Variable(each) for each in ([1.0], [0.1], [rank]))
+    local = LocalSteps(None, [v], every=1, compression=Dense, averaged=[constant, apart])
+    local.step()
+    assert float(constant[0]) == float(np.float32(0.1))
+    assert float(apart[0]) == (ranks - 1) / 2
+    apart.assign([np.nan if rank else 7.0])
+    local.step()
+    assert float(apart[0]) == (ranks - 1) / 2
 
 
 def test_in_seconds() -> None:
