@@ -164,7 +164,7 @@ class LocalSteps:
         trained, beside = _named(variables), _named(averaged, AVERAGED)
         _check(optimizer, trained, process_set)
         self._device = "CPU:0" if offload else None
-        with self._place():
+        with self._on_device():
             collective = None
             if process_set.size() > 1 or elastic():
                 graphs = HorovodCollective(process_set, resizable=elastic())
@@ -190,7 +190,7 @@ class LocalSteps:
 
         Call it on every rank after weights were replaced, as by a pretrained model's.
         """
-        with self._place():
+        with self._on_device():
             self._topkef.begin()
 
     def step(self) -> None:
@@ -205,7 +205,7 @@ class LocalSteps:
                 "LocalSteps.step() was called in a tf.function, which calls it when it is traced",
                 cure="Call it after the tf.function, once for each training step",
             )
-        with self._place():
+        with self._on_device():
             self._topkef.check_equal()
             if self._topkef.rounds.after_step() and self._averages is not None:
                 self._averages.exchange()
@@ -216,12 +216,12 @@ class LocalSteps:
         A collective: call it on every rank, after as many rounds. Before evaluation it need not be
         called: any rank's weights can be evaluated.
         """
-        with self._place():
+        with self._on_device():
             self._topkef.rounds.synchronize()
             if self._averages is not None:
                 self._averages.exchange()
 
-    def _place(self) -> contextlib.AbstractContextManager[Any]:
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Where an outer step is computed."""
         return tf.device(self._device) if self._device else contextlib.nullcontext()
 
