@@ -181,7 +181,7 @@ DDP = (
 )
 TENSORFLOW = named("tensorflow", "alone")
 # The files of TensorFlow with laws and exchanges.
-LAWS = ("tape", "tf_as_simulated", "hierarchical", "groups_ratios", "methods")
+LAWS = ("tape", "tf_as_simulated", "hierarchical", "groups_ratios", "local_steps", "methods")
 # About files and optimizers, which know of no controller.
 KERAS = ("keras", "keras3", "tf_auto")
 OTHERS = named("tensorflow", "alone", *LAWS, *KERAS)

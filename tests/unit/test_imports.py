@@ -318,6 +318,7 @@ ROOMS = {
         "horovod_topk.errors",
     },
     "tensorflow": {
+        "horovod_topk.local",
         "horovod_topk.methods",
         "horovod_topk.reporting",
         "tensorflow",
