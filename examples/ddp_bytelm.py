@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 examples/ddp_bytelm.py --compression TopKEF
     torchrun --nproc-per-node 2 --max-restarts 3 examples/ddp_bytelm.py --checkpoint /tmp/run
+    torchrun --nproc-per-node 2 examples/ddp_bytelm.py --local-steps 30
 
 `--compression` is any compressor of `horovod_topk.ddp` with its settings, such as
 "PowerSGD(rank=2)"; "none" is DDP's own allreduce and "fp16" torch's hook of that name. With
 `--checkpoint` every hundredth step is saved, and a job that is started again goes on from there,
-also with another number of ranks.
+also with another number of ranks. With `--local-steps` each rank trains alone for so many steps,
+and then exchanges how far it has moved.
 """
 
 from __future__ import annotations
@@ -42,18 +44,26 @@ def compress(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, a
         getattr(ddp, found.name)(**found.settings).attach(model, optimizer)
 
 
-def save(folder: Path, step: int, parts: list[Any], model: DistributedDataParallel) -> None:
+def local_steps(module: nn.Module, inner: torch.optim.Optimizer, args: Any) -> ddp.LocalSteps:
+    """Exchange movements with the compressor that is asked for; "none" is a dense exchange."""
+    found = parse("Dense" if args.compression in ("none", "fp16") else args.compression)
+    compressor = getattr(ddp, found.name)(**found.settings)
+    named, every = module.named_parameters(), args.local_steps
+    return ddp.LocalSteps(inner, named, every=every, compression=compressor, decay=0.95)
+
+
+def save(folder: Path, step: int, parts: list[Any], compressed: Any) -> None:
     """Write a checkpoint that `load` takes only if every rank has written its part."""
     kept = folder / f"{step:06}"
     kept.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(kept, ddp.TopKEF.of(model))
+    checkpoint.save(kept, ddp.TopKEF.of(compressed))
     if dist.get_rank() == 0:
         torch.save([part.state_dict() for part in parts], kept / "training")
     dist.barrier()
     (kept / "whole").touch()
 
 
-def load(folder: Path, parts: list[Any], model: DistributedDataParallel) -> int:
+def load(folder: Path, parts: list[Any], compressed: Any) -> int:
     """Go on from the newest whole checkpoint; the number of steps that are done."""
     whole = sorted(file.parent for file in folder.glob("*/whole"))
     if not whole:
@@ -61,7 +71,7 @@ def load(folder: Path, parts: list[Any], model: DistributedDataParallel) -> int:
     saved = torch.load(whole[-1] / "training", weights_only=True)
     for part, state in zip(parts, saved, strict=True):
         part.load_state_dict(state)
-    checkpoint.load(whole[-1], ddp.TopKEF.of(model))
+    checkpoint.load(whole[-1], ddp.TopKEF.of(compressed))
     return int(whole[-1].name)
 
 
@@ -85,20 +95,25 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4, help="sequences a rank and step")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--checkpoint", type=Path, metavar="DIR")
+    parser.add_argument("--local-steps", type=int, default=0, metavar="STEPS")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(horovod_topk.seed(0))
     module = ByteGPT()
-    model = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=args.lr, momentum=0.9)
+    model: nn.Module = module
+    if args.local_steps:
+        compressed = optimizer = local_steps(module, optimizer, args)
+    else:
+        compressed = model = DistributedDataParallel(module)
+        compress(model, optimizer, args.compression)
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / args.steps))
-    compress(model, optimizer, args.compression)
 
     parts, first = [module, optimizer, schedule], 0
     if args.checkpoint is not None:
-        first = load(args.checkpoint, parts, model)
+        first = load(args.checkpoint, parts, compressed)
     rows = sequences(source_files.STANDARD_LIBRARY, ".py", "training")
     began = time.perf_counter()
     for step in range(first, args.steps):
@@ -109,7 +124,11 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         if args.checkpoint is not None and (step + 1) % SAVED == 0:
-            save(args.checkpoint, step + 1, parts, model)
+            if args.local_steps:
+                optimizer.synchronize()  # the weights of one rank are those of all
+            save(args.checkpoint, step + 1, parts, compressed)
+    if args.local_steps:
+        optimizer.synchronize()
     seconds = (time.perf_counter() - began) / max(1, args.steps - first)
     scored = mean_bits(
         module, spread_evenly(sequences(source_files.STANDARD_LIBRARY, ".py", "held-out"), 256)
@@ -120,9 +139,10 @@ def main() -> None:
             f"{args.compression}: {scored:.3f} bits a byte after {args.steps} steps, "
             f"{1000 * seconds:.1f} ms a step"
         )
-        if args.compression not in ("none", "fp16"):
-            stats = ddp.TopKEF.of(model).stats()
-            print(f"{stats.sent_bytes:,} bytes sent a step, dense {stats.dense_bytes:,}")
+        if args.local_steps or args.compression not in ("none", "fp16"):
+            stats = ddp.TopKEF.of(compressed).stats()
+            what = "an exchange" if args.local_steps else "a step"
+            print(f"{stats.sent_bytes:,} bytes sent {what}, dense {stats.dense_bytes:,}")
     dist.barrier()
     dist.destroy_process_group()
 

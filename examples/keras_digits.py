@@ -1,6 +1,7 @@
 """A small convolutional network on scikit-learn's handwritten digits, in `fit` of Keras 3.
 
     horovodrun -np 2 --gloo python examples/keras_digits.py --compression topk
+    horovodrun -np 2 --gloo python examples/keras_digits.py --compression topk --local-steps 30
 
 Under Keras 3, Horovod 0.28.1's own wrapper trains without synchronising. So the optimizer and the
 callbacks come from horovod_topk here, with any compression or none. TopKEF is one more import and
@@ -8,6 +9,9 @@ one more argument. In short:
 
     from horovod_topk.tensorflow import TopKEF
     hvd_keras.DistributedOptimizer(optimizer, compression=TopKEF)
+
+With `--local-steps 30` each rank trains alone with the plain optimizer, and a callback exchanges
+every 30 steps how far ranks have moved.
 
 It reports accuracy on 450 held-out images. 300 more images are kept for choosing settings.
 """
@@ -43,6 +47,12 @@ def digits_cnn() -> keras.Model:
 def main() -> None:
     parser = harness.arguments(__doc__, steps=600, batch_size=32, lr=0.05)
     harness.add_evaluation(parser, every=20)
+    parser.add_argument(
+        "--local-steps",
+        type=harness.positive,
+        metavar="STEPS",
+        help="train each rank alone for so many steps, then exchange how far it has moved",
+    )
     args = harness.parse(parser)
 
     harness.check_launcher(hvd)
@@ -50,12 +60,18 @@ def main() -> None:
     tensorflow_harness.use_cpu()
     keras.utils.set_random_seed(args.seed)
 
-    compression = tensorflow_harness.compression(args)
+    optimizer = tensorflow_harness.optimizer(args, keras)
+    callbacks = [hvd_keras.callbacks.BroadcastGlobalVariablesCallback(root_rank=0)]
+    if args.local_steps:
+        compression = tensorflow_harness.local_compression(args)
+        own = {"compression": compression, "decay": 0.95}
+        callbacks.append(hvd_keras.LocalSteps(every=args.local_steps, **own))
+    else:
+        compression = tensorflow_harness.compression(args)
+        optimizer = hvd_keras.DistributedOptimizer(optimizer, compression=compression)
     model = digits_cnn()
     model.compile(
-        optimizer=hvd_keras.DistributedOptimizer(
-            tensorflow_harness.optimizer(args, keras), compression=compression
-        ),
+        optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         jit_compile=False,  # XLA has no kernel for Horovod's operations
@@ -66,7 +82,7 @@ def main() -> None:
         validation_data=tensorflow_harness.share(*digits(args.evaluate_on)),
         validation_batch_size=256,
         callbacks=[
-            hvd_keras.callbacks.BroadcastGlobalVariablesCallback(root_rank=0),
+            *callbacks,
             hvd_keras.callbacks.MetricAverageCallback(),
             tensorflow_harness.record(args, keras, compression),
             hvd_keras.callbacks.LearningRateScheduleCallback(**tensorflow_harness.schedule(args)),

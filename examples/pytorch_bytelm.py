@@ -1,6 +1,7 @@
 """A small GPT on the bytes of text files, by default the sources of Python's standard library.
 
     horovodrun -np 2 --gloo python examples/pytorch_bytelm.py --compression topk
+    horovodrun -np 2 --gloo python examples/pytorch_bytelm.py --compression topk --local-steps 30
 
 It reports bits per byte on held-out files, a fifth of all. Another fifth is kept for choosing
 settings. `--data DIRECTORY --suffix .txt` trains on files of your own.
@@ -35,6 +36,12 @@ def main() -> None:
     parser.add_argument(
         "--suffix", default=".py", help="ending of the files to read (default: .py)"
     )
+    parser.add_argument(
+        "--local-steps",
+        type=harness.positive,
+        metavar="STEPS",
+        help="train each rank alone for so many steps, then exchange how far it has moved",
+    )
     args = harness.parse(parser)
 
     harness.check_launcher(hvd)
@@ -43,11 +50,15 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     model = ByteGPT()
-    optimizer = hvd.DistributedOptimizer(
-        torch_harness.optimizer(args, model),
-        named_parameters=model.named_parameters(),
-        compression=torch_harness.compression(args),
-    )
+    optimizer = torch_harness.optimizer(args, model)
+    if args.local_steps:
+        optimizer = torch_harness.local_steps(args, model, optimizer)
+    else:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression=torch_harness.compression(args),
+        )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     schedule = LambdaLR(optimizer, harness.warmup_cosine(args.steps))
@@ -72,6 +83,8 @@ def main() -> None:
             )
             run.evaluated(bits_per_byte=scored)
     run.finish()
+    if args.local_steps:
+        optimizer.synchronize()  # all ranks have equal weights
 
 
 if __name__ == "__main__":

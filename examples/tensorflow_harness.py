@@ -36,6 +36,14 @@ def compression(args: argparse.Namespace, optimizer: Any = None) -> Any:
     return getattr(hvd.Compression, args.compression)
 
 
+def local_compression(args: argparse.Namespace) -> Any:
+    """Return the compressor of `LocalSteps`. "none" and "fp16" are dense exchanges."""
+    from horovod_topk.tensorflow import Dense
+
+    dense = {"none": Dense(), "fp16": Dense(values="float16")}
+    return dense.get(args.compression) or compression(args)
+
+
 def optimizer(args: argparse.Namespace, keras: Any) -> Any:
     """Return the optimizer that the arguments name, before Horovod wraps it."""
     momentum = harness.own_momentum(args)
@@ -93,13 +101,16 @@ def describe(
     args: argparse.Namespace, keras: Any, variables: Sequence[Any], compression: Any
 ) -> dict[str, Any]:
     """The run's settings and the bytes it sends, for its JSON file."""
-    topk = args.compression == "topk"
+    every = getattr(args, "local_steps", None) or 1
+    counted = args.compression == "topk" or every > 1
     return harness.describe(
         args,
         ranks=hvd.size(),
         parameters=sum(v.shape.num_elements() for v in variables),
         sent_bytes=(
-            compression.stats().sent_bytes if topk else allreduce_bytes(variables, args.compression)
+            compression.stats().sent_bytes // every
+            if counted
+            else allreduce_bytes(variables, args.compression)
         ),
         dense_bytes=allreduce_bytes(variables, "none"),
         versions={"tensorflow": tf.version.VERSION, keras.__name__: keras.__version__},

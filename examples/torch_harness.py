@@ -33,6 +33,16 @@ def optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=args.lr, momentum=momentum)
 
 
+def local_steps(args: argparse.Namespace, model: nn.Module, inner: Optimizer) -> Any:
+    """Return an optimizer that exchanges movements every `--local-steps` steps."""
+    from horovod_topk.torch import Dense, LocalSteps
+
+    dense = {"none": Dense(), "fp16": Dense(values="float16")}
+    compressor = dense.get(args.compression) or compression(args)
+    named = model.named_parameters()
+    return LocalSteps(inner, named, every=args.local_steps, compression=compressor, decay=0.95)
+
+
 def batches(*columns: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches of this rank's share of the rows for ever, shuffled in each epoch."""
     return batches_of(hvd.rank(), hvd.size(), *columns, batch_size=batch_size, seed=seed)
@@ -80,10 +90,11 @@ def allreduce_bytes(model: nn.Module, compression: str) -> int:
 
 def sent_bytes(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer) -> int:
     """Return the bytes that a rank sends in a step, with the compression of the arguments."""
-    if args.compression == "topk":
+    every = getattr(args, "local_steps", None) or 1
+    if args.compression == "topk" or every > 1:
         from horovod_topk.torch import TopKEF
 
-        return TopKEF.of(optimizer).stats().sent_bytes
+        return TopKEF.of(optimizer).stats().sent_bytes // every
     return allreduce_bytes(model, args.compression)
 
 

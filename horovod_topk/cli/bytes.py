@@ -44,6 +44,7 @@ OPTIONS = shared(
     "--optimizer",
     "--ratios",
     "--compressor",
+    "--local-steps",
     "--ranks",
     "--local-size",
 )
@@ -75,6 +76,8 @@ def main(args: argparse.Namespace) -> int:
         line = _line(exchange, values, most.sent_bytes, most.node_bytes, dense)
         print(f"{line}  auto" if automatic else line)
     print("\n".join([*others, *memory(plans["float32"], nodes)]))
+    if args.local_steps:
+        print("\n".join(locally(args, specs, dense)))
     return 0
 
 
@@ -90,6 +93,21 @@ def memory(plan: Plan, nodes: Nodes) -> Iterator[str]:
         stored, others = planned_bytes(plan, residuals)
         found = ((share * stored + others) / elements for share in owned.values())
         yield f"{residuals:<14}{''.join(f'{each:>14.2f}' for each in found)}"
+
+
+def locally(args: argparse.Namespace, specs: list[TensorSpec], dense: int) -> Iterator[str]:
+    """Yield the lines of a table of the bytes of local steps, over the allgather.
+
+    dense: bytes that a rank sends in a ring allreduce in float32, in every step.
+    """
+    ranks = Ranks("allgather", nodes_of(args.ranks, args.local_size))
+    yield f"\nLocalSteps(every={args.local_steps}), allgather: bytes that a rank sends"
+    yield f"{'values':<14}{'an exchange':>14}{'a step':>14}{'of dense':>13}"
+    for values in VALUES:
+        config = TopK(args.ratio, values=values, min_numel=args.min_numel, momentum=0)
+        sent = ranks.busiest(make_plan(specs, config)).sent_bytes
+        a_step = sent / args.local_steps
+        yield f"{values:<14}{sent:>14,}{a_step:>14,.0f}{dense / a_step:>12,.0f}x"
 
 
 def gradients_on(plan: Plan, device: str) -> str:

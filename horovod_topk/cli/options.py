@@ -188,6 +188,12 @@ SHARED: Options = {
         f"adam (also AdamW); {PLAIN}: plain error feedback, as with momentum=0 and other "
         f"optimizers (default: {SGD})",
     },
+    "--local-steps": {
+        "type": whole(2, 2**20),
+        "metavar": "STEPS",
+        "help": "also say what it is when each rank trains alone for so many steps, with "
+        "LocalSteps(every=STEPS), and then exchanges how far it has moved (default: not said)",
+    },
     "--compressor": {  # `method_of` takes the parsed values
         "action": "append",
         "default": [],

@@ -17,6 +17,7 @@ FUSION_BYTES = 128 << 20  # HOROVOD_FUSION_THRESHOLD by default: the buffer of o
 # During backward, Horovod fuses all tensors that are ready when its thread is free. That depends on
 # all times at once; the fastest of these limits is taken, which is optimistic.
 FUSED_BYTES = (0, 1 << 20, 5 << 20, 25 << 20, FUSION_BYTES)
+OUTER = 4.0  # triads per element of an outer step: d = x - w, x -= lr d, w = x
 FORWARD = 1 / 3  # share of the model's time: backward has twice forward's multiplications
 
 
@@ -85,6 +86,20 @@ def step(strategy: Strategy, machine: Machine, training: Training, *, overlap: b
 
     fused = [timed(limit) for limit in (FUSED_BYTES if overlap else [FUSION_BYTES])]
     return min(fused, key=lambda each: each.seconds)
+
+
+def local_step(strategy: Strategy, machine: Machine, training: Training, every: int) -> Step:
+    """Predict the mean time of a step where ranks exchange movements every so many steps.
+
+    The movement is computed, the anchor moved, and the weights set, each in a pass. Nothing
+    overlaps.
+    """
+    elements = sum(piece.elements for piece in strategy.pieces)
+    passes = seconds(Work(triads=OUTER * elements), machine)
+    alone = step(strategy, machine, training, overlap=False)
+    kernels = (alone.kernels + passes * machine.slowdown(training.ranks_per_node)) / every
+    exchange = alone.exchange / every
+    return Step(training.compute, kernels, exchange, training.compute + kernels + exchange)
 
 
 def seconds(work: Work, machine: Machine) -> float:

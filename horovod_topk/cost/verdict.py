@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from horovod_topk.cost.crossover import Span, faster, written
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.quantities import milliseconds
-from horovod_topk.cost.step import Step, Training, step
+from horovod_topk.cost.step import Step, Training, local_step, step
 from horovod_topk.cost.strategies import Strategy
 
 TOO_COARSE = "sign"  # training diverged, or, corrected, lost 12% with one seed: docs/frontier.md
@@ -33,6 +33,10 @@ class Verdict:
 
     compress: bool
     text: str
+
+    def and_also(self, text: str) -> Verdict:
+        """The same verdict, with another paragraph."""
+        return replace(self, text=f"{self.text}\n\n{text}.")
 
 
 def rows(
@@ -85,7 +89,7 @@ def judge(
         return is_slow, row.strategy.name != default, row.strategy.node_bytes
 
     dense = table[0]
-    ours = [row for row in table if row.strategy.ours and row.strategy.values != TOO_COARSE]
+    ours = _ours(table)
     least = min(taken(row).seconds for row in ours)
     best = min(ours, key=order)
     slow, fast = taken(dense), taken(best)
@@ -98,6 +102,38 @@ def judge(
     pays = fast.seconds < slow.seconds
     text = (_pays if pays else _does_not_pay)(best, slow, fast, how, setting)
     return Verdict(pays, text + itself + besides + rough)
+
+
+def locally(
+    strategies: Sequence[Strategy],
+    machine: Machine,
+    training: Training,
+    every: int,
+    table: Sequence[Row],
+    *,
+    overlap: bool,
+) -> str:
+    """Say how long a step takes on average with local steps, beside dense and the table's fastest.
+
+    strategies: of movements, which no optimizer's step is adapted to.
+    """
+    usable = [each for each in strategies if each.ours and each.values != TOO_COARSE]
+    found = [(local_step(each, machine, training, every), each) for each in usable]
+    took, best = min(found, key=lambda pair: pair[0].seconds)
+    dense, *ours = (
+        (row.overlapped if overlap else row.alone).seconds for row in [table[0], *_ours(table)]
+    )
+    return (
+        f"local steps: LocalSteps(every={every}) with exchange={best.exchange!r}, "
+        f"values={best.values!r} takes {milliseconds(took.seconds)} ms a step on average "
+        f"({took.efficiency:.1%} compute), {dense / took.seconds:.2f} times faster than dense and "
+        f"{min(ours) / took.seconds:.2f} times than the fastest of ours in every step. It needs "
+        "more steps to the same loss: docs/local-steps.md"
+    )
+
+
+def _ours(table: Sequence[Row]) -> list[Row]:
+    return [row for row in table if row.strategy.ours and row.strategy.values != TOO_COARSE]
 
 
 def _pays(best: Row, slow: Step, fast: Step, how: str, setting: str) -> str:

@@ -27,7 +27,7 @@ from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.in_backward import BackwardCompressor, listed
-from horovod_topk.torch_training.local_steps import LocalState, LocalSteps
+from horovod_topk.torch_training.local_steps import LocalSteps, ParametersState
 from horovod_topk.torch_training.tracing import untraced
 
 Groups = Sequence[Sequence[Tensor]]
@@ -166,13 +166,15 @@ class Compressor(BackwardCompressor):
         return state, exchange
 
     @staticmethod
-    def of(model: DistributedDataParallel | LocalSteps | None = None) -> DDPState | LocalState:
+    def of(
+        model: DistributedDataParallel | LocalSteps | None = None,
+    ) -> DDPState | ParametersState:
         """Return the error-feedback state of a model, or of a `LocalSteps`.
 
         Raises:
             NotAttachedError: no compressor is attached to it.
         """
-        if isinstance(of_steps := getattr(model, "_topkef", None), LocalState):
+        if isinstance(of_steps := getattr(model, "_topkef", None), ParametersState):
             return of_steps
         for _, state in reversed(getattr(model, "_comm_hooks", ())):
             if isinstance(state, DDPState):

@@ -23,7 +23,7 @@ from horovod_topk.core.exchange.selection import check_owners
 from horovod_topk.errors import RepeatedSynchronizeError
 from horovod_topk.fsdp.refusals import check_settings
 from horovod_topk.torch_training.collective import GroupCollective
-from horovod_topk.torch_training.gradients import Slot, local
+from horovod_topk.torch_training.gradients import Slot, local, part_of
 from horovod_topk.torch_training.in_backward import (
     BackwardHooks,
     BackwardState,
@@ -87,8 +87,7 @@ class FSDPState(BackwardState):
         label = f"a {type(model).__name__} with {len(names)} sharded parameters"
         super().__init__(optimizers, SimpleNamespace(included=lambda: True, size=group.size), label)
         self._root: Any = weakref.ref(model)
-        mesh = next(iter(names)).device_mesh
-        self.part = f".{mesh.get_local_rank()}of{mesh.size()}" if mesh.size() > 1 else ""
+        self.part = part_of(next(iter(names)))
         self._units: dict[int, Any] = {}  # FSDP's group of each parameter, by id
         self._slots: dict[int, tuple[BackwardHooks, Slot]] = {}  # by the parameter's id
         self._next: dict[BackwardHooks, int] = {}  # buckets that were sent in this backward

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.run.follower import FollowerArenas
 from horovod_topk.core.state.named_state import as_row
+from horovod_topk.errors import ConfigError
 from horovod_topk.local.settings import LocalConfig, Outer
 from horovod_topk.methods.protocol import Piece, StateSpec
 from horovod_topk.ops import Ops
@@ -74,6 +75,20 @@ class Rule:
     def adopted(self, name: str, array: Any, ops: Ops[Any]) -> Any:
         """`UpdateRule.adopted`."""
         return array
+
+
+def check_tells(rule: Rule, exchange: str) -> None:
+    """Refuse settings that need numbers of every rank over an exchange that adds ranks up.
+
+    Raises:
+        ConfigError: the exchange does.
+    """
+    if rule.tells and exchange in ("hierarchical", "allreduce"):
+        raise ConfigError(
+            f"{'every=' if rule.config.seconds else 'clip='} needs numbers of every rank, which "
+            f"exchange={exchange!r} does not carry",
+            cure="Pass exchange='allgather' or exchange='sharded' to the compressor",
+        )
 
 
 @dataclass

@@ -133,19 +133,20 @@ class Rounds(Generic[Array]):
             fragment.since = 0
         self._restart()
 
-    def after_step(self) -> bool:
+    def after_step(self) -> Sequence[Fragment[Array]]:
         """Count an inner step, and make the outer steps that are due.
 
         Returns:
-            Whether an exchange has started.
+            The fragments whose exchange has started; with the last one a round of the model ends.
         """
         self.steps += 1
         for fragment in self.fragments:
             fragment.since += 1
         if self.config.seconds:
-            if is_due := self._clock() - self._began >= self.config.seconds:
-                self._round(self.fragments)
-            return is_due
+            due = self._clock() - self._began >= self.config.seconds
+            started = self.fragments if due else ()
+            self._round(started)
+            return started
         step = self.steps - self.origin
         self._advance(step)
         self._end([self.fragments[p] for p in self.config.arrives(step) if self.config.delay])
@@ -155,7 +156,7 @@ class Rounds(Generic[Array]):
                 self._start(fragment)
         else:
             self._round(started)
-        return bool(started)
+        return started
 
     def synchronize(self) -> None:
         """Exchange all that ranks have moved since, and go on with equal weights. A collective."""
@@ -196,7 +197,8 @@ class Rounds(Generic[Array]):
         for fragment in fragments:
             self._finish(fragment)
             self._go_on(fragment, 0.0)
-        self._began = self._clock()
+        if fragments:
+            self._began = self._clock()
 
     def _end(self, fragments: Sequence[Fragment[Array]]) -> None:
         """End the exchanges of fragments that were started a while ago."""

@@ -38,14 +38,16 @@ except ImportError as error:
     ) from error
 
 from horovod_topk.guard import Guard
+from horovod_topk.local import Outer
 from horovod_topk.methods import METHODS
 from horovod_topk.tensorflow import seam
 from horovod_topk.tensorflow.compressor import Compressor, TopKEF
+from horovod_topk.tensorflow.local_steps import LocalSteps
 from horovod_topk.tensorflow.state import OptimizerState
 
 seam.install()
 
-__all__ = ["Guard", "OptimizerState", "TopKEF"]
+__all__ = ["Guard", "LocalSteps", "OptimizerState", "Outer", "TopKEF"]
 
 
 def __getattr__(name: str) -> Any:

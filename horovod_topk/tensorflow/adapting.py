@@ -125,6 +125,11 @@ def find_adapted(optimizer: Any) -> Adapted | None:
     return _OF.get(_plain(optimizer)) if is_of_keras(optimizer) else None
 
 
+def exchanges(optimizer: Any) -> bool:
+    """Whether an optimizer exchanges gradients in its steps: it is distributed, or adapted."""
+    return _is_distributed(optimizer) or find_adapted(optimizer) is not None
+
+
 def split(adapted: Sequence[Adapted], variables: Sequence[Any]) -> list[Part]:
     """Positions of the variables of each adapted optimizer; of None, where there is none.
 
@@ -166,6 +171,10 @@ def _plain(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def _is_distributed(optimizer: Any) -> bool:
+    return any(hasattr(each, "_allreduce_grads") for each in (optimizer, _plain(optimizer)))
+
+
 def _check(optimizer: Any) -> None:
     plain = _plain(optimizer)
     if not (is_of_keras(optimizer) and hasattr(optimizer, "apply_gradients")):
@@ -176,7 +185,7 @@ def _check(optimizer: Any) -> None:
         )
     if not hvd.is_initialized():
         raise ConfigError("adapt() was called before hvd.init()", cure="Call hvd.init() first")
-    if hasattr(optimizer, "_allreduce_grads") or hasattr(plain, "_allreduce_grads"):
+    if _is_distributed(optimizer):
         raise UnsupportedOperationError(
             f"{kind_of(plain)} exchanges gradients by itself, and so does a tape",
             cure="Adapt the optimizer that was not distributed, or use no DistributedGradientTape",

@@ -16,7 +16,7 @@ from horovod.tensorflow.compression import Compressor as HorovodCompressor
 
 from horovod_topk import reporting
 from horovod_topk.core.control.schedule import Schedule
-from horovod_topk.core.run.attached import ByHorovod
+from horovod_topk.core.run.attached import Attached, ByHorovod
 from horovod_topk.core.run.base_compressor import BaseCompressor, on_class_too
 from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.core.run.substitute import horovods
@@ -74,8 +74,8 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
     def _begin(self) -> None:
         # Each state with the memory that holds it: that of an optimizer, deleted with it, or of
-        # tapes.
-        self._states: weakref.WeakKeyDictionary[OptimizerState, weakref.ref[Memory]]
+        # tapes; the state of local steps holds itself.
+        self._states: weakref.WeakKeyDictionary[OptimizerState, weakref.ref[Any]]
         self._states = weakref.WeakKeyDictionary()
         self._manager: Manager | None = None
         self._adapted: list[weakref.ref[Adapted]] = []  # kept by their optimizers
@@ -123,7 +123,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
         Args:
             optimizer: the result of `DistributedOptimizer(..., compression=TopKEF)` or
-                `DistributedGradientTape(..., compression=TopKEF)`.
+                `DistributedGradientTape(..., compression=TopKEF)`, or `LocalSteps`.
 
         Raises:
             NotAttachedError: the optimizer was not built with `compression=TopKEF`, or has
@@ -131,6 +131,8 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         """
         if name := horovods():
             return ByHorovod(name, "tensorflow")  # type: ignore[return-value]
+        if isinstance(own := getattr(optimizer, "_topkef", None), Attached):
+            return own  # type: ignore[return-value]
         holder = optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
         adapted = find_adapted(optimizer)
         exchange: Any = getattr(holder, "_allreduce_grads", adapted)
@@ -254,6 +256,12 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         if self._waiting:
             state.load_state_dict(self._waiting.pop(0))
 
+    def attached(self, state: Any) -> None:
+        """Remember the state of `LocalSteps`, which exists as long as that."""
+        self._states[state] = weakref.ref(state)
+        reporting.watch(state)
+        self._begin_state(state)
+
     def keep(self, name: str, commit_dir: str | os.PathLike[str] | None) -> Manager:
         """Keep residuals through an elastic job; called by `horovod_topk.tensorflow.elastic`.
 
@@ -301,7 +309,11 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         A user may hold the state of an optimizer that was deleted.
         """
         pairs = [(state, memory()) for state, memory in self._states.items()]
-        living = [state for state, memory in pairs if memory is not None and state in memory]
+        living = [
+            state
+            for state, memory in pairs
+            if memory is state or (isinstance(memory, Memory) and state in memory)
+        ]
         return sorted(living, key=lambda state: state.created)
 
     def _found_states(self) -> list[OptimizerState]:

@@ -43,7 +43,7 @@ log = logging.getLogger("horovod_topk")
 
 MEASURED = 16  # one step in so many measures norms, which takes passes over memory
 
-_COUNT = itertools.count()
+CREATED = itertools.count()
 _LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
 
 
@@ -79,7 +79,7 @@ class OptimizerState(Attached[VariableState]):
         self._traced: dict[tuple[str, float], CachedPlan] = {}  # plans of the traced graphs
         self._raised: Exception | None = None  # error of the last step
         self._ended: float | None = None  # end of the last step, by `time.perf_counter`
-        self.created = next(_COUNT)
+        self.created = next(CREATED)
         check_elastic(config, in_graphs=True)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
         shared = settings.reduction, names, stores, collective

@@ -98,7 +98,19 @@ class VariableArenas(Arenas[Array]):
             piece.assign(left.read(*stretch))
 
 
-class VariableState(State[Array]):
+class Tensors:
+    """Mixin for a `State` whose arrays are buffers: its state dicts have tensors."""
+
+    def wrapped(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`State.wrapped`."""
+        return converted(state, lambda array: Buffer(tf.convert_to_tensor(array)))
+
+    def unwrapped(self, state: dict[str, Any]) -> dict[str, Any]:
+        """`State.unwrapped`."""
+        return converted(state, lambda array: array.value)
+
+
+class VariableState(Tensors, State[Array]):
     """`State` of one list of variables, whose state variables are made with each plan.
 
     Args:
@@ -159,14 +171,6 @@ class VariableState(State[Array]):
     def specs(self) -> dict[str, TensorSpec]:
         """`State.specs`."""
         return self._specs
-
-    def wrapped(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`State.wrapped`."""
-        return converted(state, lambda array: Buffer(tf.convert_to_tensor(array)))
-
-    def unwrapped(self, state: dict[str, Any]) -> dict[str, Any]:
-        """`State.unwrapped`."""
-        return converted(state, lambda array: array.value)
 
     @property
     def rank_and_ranks(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.torch.collective import HorovodTalk
 from horovod_topk.torch.state import OptimizerState
-from horovod_topk.torch_training.local_steps import LocalState
+from horovod_topk.torch_training.local_steps import ParametersState
 from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
 
 
@@ -52,7 +52,9 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         self._manager: Manager | None = None
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer | None = None) -> OptimizerState | LocalState:
+    def of(
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> OptimizerState | ParametersState:
         """Return the error-feedback state of a distributed optimizer.
 
         Args:
@@ -65,7 +67,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         state = getattr(optimizer, "_topkef", None)
         if state is None and (name := horovods()):
             return ByHorovod(name, "torch")  # type: ignore[return-value]
-        if not isinstance(state, OptimizerState | LocalState):
+        if not isinstance(state, OptimizerState | ParametersState):
             raise NotAttachedError(
                 f"{type(optimizer).__name__} was not built with compression=TopKEF",
                 cure="Pass what hvd.DistributedOptimizer(..., compression=TopKEF) returned",

@@ -87,6 +87,11 @@ class GroupCollective:
         self._meeting = within or Meeting.of(group)
 
     @property
+    def on_host(self) -> bool:
+        """Whether the process group has a backend for arrays in the host's memory."""
+        return "cpu" in self._devices
+
+    @property
     def rank(self) -> int:
         """Rank within the process group."""
         return dist.get_rank(self._group)

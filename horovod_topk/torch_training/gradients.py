@@ -65,6 +65,13 @@ def local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def part_of(parameter: Any) -> str:
+    """Which shard of a `DTensor` this rank has, for names of files; empty: all of it."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    is_whole = mesh is None or mesh.size() == 1
+    return "" if is_whole else f".{mesh.get_local_rank()}of{mesh.size()}"
+
+
 @dataclass(slots=True)
 class ReadyGradient:
     """A gradient as it was when its hook fired, or when this package last wrote to it."""

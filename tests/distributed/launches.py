@@ -166,7 +166,7 @@ DDP = (
         "error_feedback",
         "grad_scaler",
     ),
-    *("groups_ratios", "guard", "hierarchical", "learning_rates", "methods"),
+    *("groups_ratios", "guard", "hierarchical", "learning_rates", "local_steps", "methods"),
     *(
         "momentum",
         "onebit_lamb",
@@ -181,7 +181,7 @@ DDP = (
 )
 TENSORFLOW = named("tensorflow", "alone")
 # The files of TensorFlow with laws and exchanges.
-LAWS = ("tape", "tf_as_simulated", "hierarchical", "groups_ratios", "methods")
+LAWS = ("tape", "tf_as_simulated", "hierarchical", "groups_ratios", "local_steps", "methods")
 # About files and optimizers, which know of no controller.
 KERAS = ("keras", "keras3", "tf_auto")
 OTHERS = named("tensorflow", "alone", *LAWS, *KERAS)

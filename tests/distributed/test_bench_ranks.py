@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.tools]
 
 LIMIT = 300.0  # seconds; it needs about 15 on two idle cores
 METHODS = "dense,dense-waiting,fp16,ddp,powersgd,topk,topk-int8-sharded"
-METHODS += ",topk:momentum=0.9,ddp-none,ddp-fp16,ddp+topk-int8"
+METHODS += ",topk:momentum=0.9,ddp-none,ddp-fp16,ddp+topk-int8,local+topk-int8"
 SHAPES = {"a": [30, 40], "b": [40], "c": [16, 16, 3, 3], "d": [10]}
 
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.distributed
 JOBS = Path(__file__).parent / "elastic_jobs"
 LIMIT = 400.0  # seconds; it needs about 45 beside other work
 Notes = list[dict[str, Any]]
+LOCAL = "TopKEF(ratio=0.05,min_numel=0)"
 TOPK = "TopKEF(ratio=0.05,min_numel=0,values='int8')"
 ROUNDS = {  # compressors by framework
     "torch": [
@@ -60,6 +61,7 @@ def mass(note: dict[str, Any]) -> Any:
     [
         pytest.param("torch", f"{TOPK[:-1]},warmup=[(3,0.5)])", True, id="torch-commit_dir"),
         pytest.param("torch", f"{TOPK[:-1]},warmup=[(3,0.5)])", False, id="torch", marks=late),
+        pytest.param("torch", LOCAL, True, id="torch-local_steps", marks=late),
         pytest.param("tensorflow", TOPK, True, id="tensorflow-commit_dir", marks=late),
         *(
             pytest.param(framework, each, True, id=f"{framework}-{each}", marks=late)
@@ -73,6 +75,8 @@ def test_nothing_owed_is_lost_on_the_way(
 ) -> None:
     settings = {"COMMIT_DIR": str(tmp_path / "commits")} if kept else {}
     settings["COMPRESSOR"], job = compressor, f"train_{framework}.py"
+    if compressor == LOCAL:  # an outer step in each step that commits
+        settings["LOCAL_STEPS"] = "2"
     done = launch(job, tmp_path, settings)
     assert done.returncode == 0, done.describe()
     assert not done.immortal

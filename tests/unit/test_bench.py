@@ -93,6 +93,9 @@ def test_commas_part_methods_and_settings() -> None:
 
 
 def test_compressors_of_ddp() -> None:
+    (local,) = parse_methods("local+topk-int8")
+    assert (local.is_local, local.is_ddp, local.settings) == (True, False, {"values": "int8"})
+    assert "LocalSteps" in local.what
     found = parse_methods("ddp+topk-int8-sharded,ddp+QSGD(bits=2),topk-int8-sharded,ddp-fp16")
     assert [each.adapter for each in found] == ["ddp", "ddp", "torch", "torch"]
     assert found[0].settings == found[2].settings

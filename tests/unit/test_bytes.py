@@ -236,3 +236,12 @@ def test_the_most_ranks_have_a_table(local_size: int, capsys: pytest.CaptureFixt
     nodes = ["--ranks", str(MOST_RANKS), "--local-size", str(local_size)]
     assert cli.main(["bytes", "--model", "resnet18", *nodes]) == 0
     assert f"{MOST_RANKS:,} ranks on " in capsys.readouterr().out
+
+
+def test_local_steps_divide_the_bytes_of_an_exchange(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bytes", "--ranks", "2", "--local-steps", "30"]) == 0
+    table = capsys.readouterr().out.partition("LocalSteps(every=30)")[2].splitlines()[2:]
+    lines = [line.replace(",", "").split() for line in table]
+    assert [line[0] for line in lines] == list(VALUES)
+    for _, exchange, step, _ in lines:
+        assert round(int(exchange) / 30) == int(step)

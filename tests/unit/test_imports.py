@@ -238,8 +238,16 @@ ROOMS = {
         "horovod_topk.ops",
         "horovod_topk.updates",
     },
+    "local": {
+        "horovod_topk.core",
+        "horovod_topk.methods",
+        "horovod_topk.ops",
+        "horovod_topk.config",
+        "horovod_topk.errors",
+    },
     # what PyTorch's adapters have in common
     "torch_training": {
+        "horovod_topk.local",
         "horovod_topk.reporting",
         "horovod_topk.methods",
         "torch",
@@ -251,6 +259,7 @@ ROOMS = {
         "horovod_topk.errors",
     },
     "ddp": {
+        "horovod_topk.local",
         "horovod_topk.methods",
         "horovod_topk.reporting",
         "torch",
@@ -295,6 +304,7 @@ ROOMS = {
         for library in ("accelerate", "transformers", "lightning")
     },
     "torch": {
+        "horovod_topk.local",
         "horovod_topk.methods",
         "horovod_topk.reporting",
         "torch",
@@ -310,6 +320,7 @@ ROOMS = {
         "horovod_topk.errors",
     },
     "tensorflow": {
+        "horovod_topk.local",
         "horovod_topk.methods",
         "horovod_topk.reporting",
         "tensorflow",

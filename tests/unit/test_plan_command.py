@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -314,3 +315,15 @@ def test_kernels_are_timed_in_either_framework(
     assert 0 < found.multiply < 1e-3
     assert 0 < found.triad < 1e-3
     assert found.clear >= 0 <= found.decode
+
+
+def test_local_steps_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their exchange is divided by the steps; a longer round has a larger share of compute."""
+    shares = []
+    for every in ("10", "100"):
+        assert cli.main([*SEED, "--local-steps", every]) == 0
+        text = capsys.readouterr().out
+        found = re.search(rf"LocalSteps\(every={every}\) .* \((\d+\.\d)% compute\)", text)
+        assert found is not None
+        shares.append(float(found[1]))
+    assert shares[0] < shares[1] <= 100.0

@@ -42,7 +42,8 @@ OPTIONS: Options = {
         "metavar": "LIST",
         "help": f"methods to time, with commas between them: {', '.join(KINDS)}; settings of "
         f"TopKEF as in {SHORTHAND}; other compressors as in Python, 'QSGD(bits=2)'; over torch DDP "
-        f"as in ddp+topk (default: {DEFAULT}; under torchrun: {DEFAULT_OF_TORCHRUN}; with "
+        "as in ddp+topk; with an outer step of LocalSteps after each step as in local+topk "
+        f"(default: {DEFAULT}; under torchrun: {DEFAULT_OF_TORCHRUN}; with "
         f"--script: {DEFAULT_OF_SCRIPT})",
     },
     "--rounds": {

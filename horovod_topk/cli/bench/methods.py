@@ -52,6 +52,7 @@ UNFIT = (
 )
 SETTINGS = tuple(name for name in settings_of(TopK) if name not in UNFIT)
 OVER_DDP = "ddp+"  # prefix of a compressor that is used with horovod_topk.ddp
+LOCALLY = "local+"  # prefix of a compressor of LocalSteps, with an outer step after each step
 # Time the steps that follow a warm-up; no guard ends compression.
 STEADY: Mapping[str, Any] = {"warmup": None, "guard": None}
 OPTIMIZERS_OWN = 0.9  # the momentum of an optimizer whose steps a compressor adapts
@@ -66,6 +67,7 @@ class Method:
     settings: Mapping[str, object] = field(default_factory=dict)  # settings of the compressor
     compressor: str = "TopKEF"  # one of METHODS
     adapter: str = "torch"  # adapter of the compressor: "torch" (Horovod's optimizer) or "ddp"
+    is_local: bool = False  # whether it exchanges movements of weights, in LocalSteps
 
     def __post_init__(self) -> None:
         check_settings(METHODS[self.compressor], self.settings, self.compressor)
@@ -74,12 +76,14 @@ class Method:
     def what(self) -> str:
         """A short description of the method."""
         what = KINDS.get(self.kind, self.compressor)
+        if self.is_local:
+            return f"{what}, LocalSteps: with an outer step after each step"
         return what if self.adapter == "torch" else f"torch DDP, {what}"
 
     @property
     def is_ddp(self) -> bool:
         """Whether DistributedDataParallel exchanges its gradients."""
-        return self.adapter == "ddp" or self.kind in DDP_KINDS
+        return (self.adapter == "ddp" and not self.is_local) or self.kind in DDP_KINDS
 
     @property
     def own_momentum(self) -> float:
@@ -126,17 +130,21 @@ def _names(text: str) -> Iterator[str]:
 def method_of(name: str) -> Method:
     """Parse one of KINDS, topk-WORD-WORD, topk:SETTING=VALUE,..., or a compressor in Python.
 
-    With the prefix OVER_DDP, a compressor is used with DistributedDataParallel.
+    With the prefix OVER_DDP, a compressor is used with DistributedDataParallel; with LOCALLY, in
+    LocalSteps.
 
     Raises:
         ValueError: it is none of these; TopKError: the compressor does not accept a setting.
     """
-    inner = name.removeprefix(OVER_DDP)
-    if inner != name:
-        method = method_of(inner)
-        if method.kind not in (TOPK, OTHER):
-            raise ValueError(f"--methods: {inner!r} in {name!r} is no compressor of this package")
-        return replace(method, name=name, adapter="ddp")
+    for prefix, changes in ((OVER_DDP, {"adapter": "ddp"}), (LOCALLY, {"is_local": True})):
+        inner = name.removeprefix(prefix)
+        if inner != name:
+            method = method_of(inner)
+            if method.kind not in (TOPK, OTHER):
+                raise ValueError(
+                    f"--methods: {inner!r} in {name!r} is no compressor of this package"
+                )
+            return replace(method, name=name, **changes)
     if name in KINDS:
         return Method(name, name)
     if "(" in name or name in METHODS:

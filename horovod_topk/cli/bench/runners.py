@@ -74,6 +74,8 @@ def build(
         plain = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=own)
     if method.kind == NONE:
         return Runner(model, model, plain)
+    if method.is_local:
+        return _locally(method, model, plain, f"bench.{ordinal}")
     if method.is_ddp:
         return _over_ddp(method, model, plain)
     return _over_horovod(method, model, plain, f"bench.{ordinal}")
@@ -115,6 +117,18 @@ def _over_horovod(
     if method.kind == "dense-waiting":
         return Runner(model, model, optimizer, before_step=lambda: _wait(optimizer))
     return Runner(model, model, optimizer, WARM_UP if method.kind in HOROVODS else FILLED)
+
+
+def _locally(
+    method: Method, model: GivenGradients, plain: torch.optim.Optimizer, name: str
+) -> Runner:
+    """An outer step after each step, on weights of its own: other runners' differ between ranks."""
+    for p in model.parameters():
+        p.data = torch.zeros_like(p)
+    adapter = importlib.import_module(f"horovod_topk.{method.adapter}")
+    named = [(f"{name}.{own}", parameter) for own, parameter in model.named_parameters()]
+    optimizer = adapter.LocalSteps(plain, named, every=1, compression=compressor(method))
+    return Runner(model, model, optimizer, FILLED)
 
 
 def _wait(optimizer: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from horovod_topk.cli.files import check_picture, check_writable
@@ -17,7 +17,7 @@ from horovod_topk.cli.plan import arguments, kernels, measure, picture, table
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.strategies import Strategy, all_strategies, of_method
-from horovod_topk.cost.verdict import judge, rows
+from horovod_topk.cost.verdict import judge, locally, rows
 from horovod_topk.methods import METHODS
 
 DESCRIPTION = (
@@ -112,6 +112,11 @@ def _print(asked: arguments.Asked, machine: Machine) -> None:
         caveat=table.caveat(asked, machine),
         default=asked.default,
     )
+    if args.local_steps:
+        plain = replace(asked.config, momentum=0.0)
+        movements = all_strategies(asked.specs, asked.nodes, plain, rank=1, values=args.values)
+        said = machine, asked.training, args.local_steps, found
+        verdict = verdict.and_also(locally(movements, *said, overlap=asked.overlap))
     if args.json:
         print(json.dumps(table.as_json(asked, machine, found, verdict), indent=1))
     else:

@@ -128,7 +128,7 @@ OPTIONS: Options = {
         "metavar": "RANK",
         "help": "rank of PowerSGD's matrices, 1 or more (default: %(default)s)",
     },
-    **shared("--compressor"),
+    **shared("--compressor", "--local-steps"),
     "--machine": {
         **FILE,
         "help": "JSON file with the constants of the network and the kernels: read, or written "

@@ -23,6 +23,7 @@ if int(keras.__version__.partition(".")[0]) < 3 or keras.config.backend() != "te
     )
 
 from horovod_topk.tensorflow.keras import callbacks
+from horovod_topk.tensorflow.keras.local_steps import LocalSteps
 from horovod_topk.tensorflow.keras.optimizer import DistributedOptimizer, load_model
 
-__all__ = ["DistributedOptimizer", "callbacks", "load_model"]
+__all__ = ["DistributedOptimizer", "LocalSteps", "callbacks", "load_model"]

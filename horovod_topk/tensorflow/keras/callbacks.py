@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.tensorflow.adapting import exchanges
 from horovod_topk.tensorflow.planning import unwrap
 
 log = logging.getLogger("horovod_topk")
@@ -30,7 +31,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         process_set: the ranks that train.
 
     Raises:
-        UnsupportedOperationError: the model was compiled with `jit_compile=True`.
+        UnsupportedOperationError: the model was compiled with `jit_compile=True`, and its optimizer
+            exchanges gradients.
     """
 
     def __init__(self, root_rank: int = 0, process_set: Any = hvd.global_process_set) -> None:
@@ -41,7 +43,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Broadcast, if the model is built."""
-        if self.model.jit_compile:
+        if self.model.jit_compile and exchanges(self.model.optimizer):
             raise UnsupportedOperationError(
                 "the model was compiled for XLA, which has no kernel for Horovod's operations",
                 cure="Pass jit_compile=False to model.compile",

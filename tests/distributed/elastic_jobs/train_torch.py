@@ -21,11 +21,14 @@ model = torch.nn.Sequential(torch.nn.Linear(50, 60), torch.nn.Linear(60, 9))
 kept = os.environ.get("COMMIT_DIR")
 asked = parse(os.environ["COMPRESSOR"])
 topk = getattr(horovod_topk.torch, asked.name)(**asked.settings)
-optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
-    named_parameters=model.named_parameters(),
-    compression=topk,
-)
+inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+given: Any = {"named_parameters": model.named_parameters(), "compression": topk}
+optimizer: Any
+if every := os.environ.get("LOCAL_STEPS"):
+    outer = horovod_topk.torch.Outer(lr=0.7, momentum=0.5)
+    optimizer = horovod_topk.torch.LocalSteps(inner, **given, every=int(every), outer=outer)
+else:
+    optimizer = hvd.DistributedOptimizer(inner, **given)
 
 
 def step(middle: Callable[[], None]) -> None:
@@ -46,7 +49,9 @@ def digest(tensors: list[torch.Tensor]) -> str:
 def facts() -> dict[str, Any]:
     """What all ranks owe, their weights, and what was lost."""
     state = topk.state_dict()
-    residuals, shared = state["residuals"], state.get("state.q", {"residuals": {}})["residuals"]
+    residuals = state["residuals"]
+    names = [key for key in ("state.q", "state.anchor", "state.outer_momentum") if key in state]
+    shared = [array for key in names for _, array in sorted(state[key]["residuals"].items())]
     owed = torch.cat([residuals[name] for name in sorted(residuals)])
     mean = hvd.allreduce(owed, op=hvd.Average, name="owed")
     weights = [float(p.double().sum()) for p in model.parameters()]
@@ -55,7 +60,7 @@ def facts() -> dict[str, Any]:
         "owed": mean[::50].tolist(),
         "norm": stats.residual_norm,
         "weights": weights,
-        "bits": digest([*model.parameters(), *(shared[name] for name in sorted(shared))]),
+        "bits": digest([*model.parameters(), *shared]),
         "lost": stats.lost_ranks,
         "ratio": optimizer._topkef.ratio,
     }

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from horovod_topk import checkpoint
+from horovod_topk import checkpoint, ddp
 from horovod_topk.errors import (
     ConfigError,
     NotAttachedError,
@@ -382,6 +382,37 @@ def test_a_restart_goes_on_to_the_bit(mesh: DeviceMesh, tmp_path: Path) -> None:
 
 
 # What is refused.
+
+
+def test_local_steps_between_nodes(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """Each node trains alone, and exchanges movements of shards; a restart is in mid-round."""
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    group = mesh["replicate"].get_group()
+
+    def made() -> tuple[Net, ddp.LocalSteps]:
+        net = sharded(mesh["shard"])
+        inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+        compression = ddp.TopKEF(ratio=0.1, min_numel=0)
+        options: Any = {"every": 3, "compression": compression, "group": group}
+        return net, ddp.LocalSteps(inner, net.named_parameters(), **options)
+
+    net, optimizer = made()
+    for step in range(7):
+        ordinary(net, optimizer, step)
+        if step % 3 == 2:
+            assert_nodes_equal(net, mesh)
+    checkpoint.save(folder[0], ddp.TopKEF.of(optimizer))
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    other, resumed = made()
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    dist.barrier()
+    checkpoint.load(folder[0], ddp.TopKEF.of(resumed))
+    for step in range(7, 12):
+        ordinary(net, optimizer, step)
+        ordinary(other, resumed, step)
+    assert_same(parts(other), parts(net))
 
 
 @pytest.fixture

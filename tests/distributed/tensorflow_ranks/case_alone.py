@@ -9,12 +9,14 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import tf_keras
 from kerasses import LIBRARIES, Words, distributed, fit, same
 from proof import assert_same_history
 from tapes import train
 
 from horovod_topk.errors import ConfigError
+from horovod_topk.tensorflow import LocalSteps, Outer
 from plain import PlainTopKEF as TopKEF
 
 pytestmark = pytest.mark.world_size(1)
@@ -111,3 +113,13 @@ def test_a_momentum_that_stays_the_optimizers_is_that_of_sparse_gradients_too(li
     ours = Words(library, distributed(library, sgd[0], TopKEF(momentum="auto"))).fit().weights()
     expected = Words(library, sgd[1]).fit().weights()
     assert all(np.allclose(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_local_steps_are_the_outer_optimizer_alone() -> None:
+    v = tf.Variable([8.0, 4.0])
+    local = LocalSteps(None, [v], every=2, compression=TopKEF(ratio=1.0), outer=Outer(lr=0.5))
+    for _ in range(4):
+        v.assign_sub([2.0, 0.0])
+        local.step()
+    assert v.numpy().tolist() == [4.0, 4.0]
+    assert local.rounds == TopKEF.of(local).stats().steps == 2

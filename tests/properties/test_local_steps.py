@@ -1,0 +1,645 @@
+"""The laws of local steps, on simulated ranks that run in threads.
+
+1   Nothing is lost: with momentum 0, decay 1 and outer learning rate 1 the anchor has moved by
+    the mean of all movements, less the mean of the residuals.
+2   After each outer step all ranks have the same weights, bit for bit.
+3   Dense, with an outer learning rate of 1 and no momentum, averages weights: after every step
+    of SGD that is dense training.
+4   A state dict that is loaded goes on to the bit, in the middle of a round, too.
+5   A movement that is not finite on one rank leaves no trace on any.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import horovod_topk.ddp as adapter
+from horovod_topk import checkpoint
+from horovod_topk.core.exchange.loopback import Loopback
+from horovod_topk.ddp import Dense, Outer, PowerSGD, SignSGD, TopKEF
+from horovod_topk.ddp.compressor import Compressor
+from horovod_topk.errors import ConfigError, PlanMismatchError, StateDictError, UnknownSettingError
+from horovod_topk.local.settings import PRESETS, LocalConfig
+from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch_training import local_steps
+
+SHAPES = {"layers.0.weight": (40, 33), "layers.0.bias": (7,), "layers.1.weight": (1100,)}
+SHAPES |= {"layers.2.weight": (30, 9), "head": (64, 20)}
+SMALL: dict[str, Any] = {"ratio": 0.1, "min_numel": 8, "guard": None}
+
+
+class LocalSteps(local_steps.LocalSteps):
+    """Over any collective."""
+
+    compressors = Compressor
+
+
+class Rank:
+    """A rank: weights, optimizer and gradients that depend on rank and step alone."""
+
+    def __init__(self, rank: int, collective: Any, *preset: str, **settings: Any) -> None:
+        generator = torch.Generator().manual_seed(1)
+        inner = settings.pop("inner", lambda params: torch.optim.AdamW(params, lr=0.01))
+        dtype = settings.pop("dtype", torch.float32)
+        self.rank = rank
+        self.weights = {
+            name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+            for name, shape in SHAPES.items()
+        }
+        named = self.weights.items()
+        self.optimizer = LocalSteps(
+            inner(self.weights.values()), named, *preset, collective=collective, **settings
+        )
+        self.steps = 0
+
+    @property
+    def state(self) -> Any:
+        return TopKEF.of(self.optimizer)
+
+    def step(self) -> None:
+        self.steps += 1
+        generator = torch.Generator().manual_seed(1000 * self.steps + self.rank)
+        for p in self.weights.values():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        self.optimizer.step()
+
+    def snapshot(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.weights.values()]
+
+
+def run(ranks: int, body: Callable[[int, Any], Any], patience: float = 20.0) -> list[Any]:
+    """Run a function of rank and collective on simulated ranks; the first error is raised."""
+    network = Loopback(ranks, TorchOps(), patience=patience)
+    found: list[Any] = [None] * ranks
+    errors: list[BaseException] = []
+
+    def go(rank: int) -> None:
+        try:
+            found[rank] = body(rank, network.collective(rank))
+        except BaseException as error:  # it is raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=go, args=(rank,)) for rank in range(ranks)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(timeout=4 * patience)
+    if errors:
+        raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
+    return found
+
+
+def same(*lists: list[Tensor]) -> bool:
+    return all(
+        torch.equal(a, b) for other in lists[1:] for a, b in zip(lists[0], other, strict=True)
+    )
+
+
+METHODS = {
+    "top-k": lambda: TopKEF(**SMALL),
+    "top-k, sharded": lambda: TopKEF(**SMALL, exchange="sharded"),
+    "top-k, hierarchical": lambda: TopKEF(**SMALL, exchange="hierarchical"),
+    "top-k, narrow residuals": lambda: TopKEF(**SMALL, residuals="int8"),
+    "top-k, adaptive": lambda: TopKEF(**SMALL, allocation="adaptive"),
+    "dense": lambda: Dense(guard=None),
+    "dense, gathered": lambda: Dense(guard=None, exchange="allgather"),
+    "dense, reduced": lambda: Dense(guard=None, exchange="allreduce"),
+    "dense, bfloat16": lambda: Dense(guard=None, values="bfloat16"),
+    "PowerSGD": lambda: PowerSGD(rank=2, guard=None),
+    "SignSGD": lambda: SignSGD(guard=None),
+    "QSGD": lambda: adapter.QSGD(guard=None),
+    "RandomK": lambda: adapter.RandomK(**SMALL),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"every": 3},
+    "momentum": {"every": 3, "outer": Outer(lr=0.7, momentum=0.9), "decay": 0.9},
+    "limited": {"every": 2, "clip": 1.0, "outer": Outer(lr=0.5, momentum=0.5, form="averaged")},
+}
+NO_NUMBERS = {"top-k, hierarchical", "dense, reduced"}  # payloads of which carry none of each rank
+CELLS = [
+    (method, setting)
+    for method, setting in itertools.product(METHODS, SETTINGS)
+    if not (setting == "limited" and method in NO_NUMBERS)
+]
+
+
+@pytest.mark.parametrize(("method", "setting"), CELLS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_all_ranks_have_the_same_weights_after_each_outer_step(
+    method: str, setting: str, ranks: int
+) -> None:
+    settings = SETTINGS[setting]
+
+    def train(number: int, collective: Any) -> list[list[Tensor]]:
+        rank = Rank(number, collective, compression=METHODS[method](), **settings)
+        found = []
+        for step in range(1, 4 * settings["every"] + 1):
+            rank.step()
+            if step % settings["every"] == 0:
+                found.append(rank.snapshot())
+        assert rank.optimizer.rounds == 4
+        return found
+
+    rounds = list(zip(*run(ranks, train), strict=True))
+    for weights in rounds:
+        assert same(*weights)
+    assert not same(rounds[0][0], rounds[-1][0])
+
+
+def test_nothing_is_lost() -> None:
+    def train(number: int, collective: Any) -> tuple[list[Tensor], ...]:
+        rank = Rank(number, collective, compression=TopKEF(**SMALL), every=4)
+        first = anchor = rank.snapshot()
+        moved, inner = [torch.zeros_like(p) for p in first], list[list[Tensor]]()
+        rank.optimizer.register_step_post_hook(lambda *_: inner.append(rank.snapshot()))
+        for step in range(1, 21):
+            rank.step()
+            if step % 4 == 0:
+                pairs = zip(moved, anchor, inner[-1], strict=True)
+                moved = [total + x - w for total, x, w in pairs]
+                anchor = rank.snapshot()
+        left = [rank.state.residual(name).view(shape) for name, shape in SHAPES.items()]
+        return first, anchor, moved, left
+
+    found = run(2, train)
+    for i in range(len(SHAPES)):
+        first, last, *_ = found[0]
+        expected = sum(moved[i] - left[i] for _, _, moved, left in found) / 2
+        torch.testing.assert_close(first[i] - last[i], expected, atol=2e-5, rtol=0.0)
+
+
+def test_dense_averages_weights_as_dense_training() -> None:
+    """After every step of SGD, to the bit where no number is rounded, else within rounding."""
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.125)
+
+    def train(number: int, collective: Any) -> list[Tensor]:
+        rank = Rank(number, collective, compression=Dense, every=1, inner=sgd)
+        for p in rank.weights.values():
+            p.data = (p.data * 64).round() / 64
+        for step in range(10):
+            for p in rank.weights.values():
+                generator = torch.Generator().manual_seed(1000 * step + number)
+                p.grad = (torch.randn(p.shape, generator=generator) * 64).round() / 64
+            rank.optimizer.step()
+        return rank.snapshot()
+
+    def dense(number: int, collective: Any) -> list[Tensor]:
+        rank = Rank(number, collective, inner=sgd)
+        weights = [(p.data * 64).round() / 64 for p in rank.weights.values()]
+        for step in range(10):
+            for p in weights:
+                both = [torch.Generator().manual_seed(1000 * step + r) for r in range(2)]
+                mean = sum((torch.randn(p.shape, generator=g) * 64).round() / 64 for g in both) / 2
+                p -= 0.125 * mean
+        return weights
+
+    ours, theirs = run(2, train), run(2, dense)
+    assert same(*ours, *theirs)
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "plain": {"every": 5, "decay": 0.95},
+    "momentum": {"every": 5, "outer": Outer(lr=0.7, momentum=0.9), "clip": 1.0},
+    "fragments": {"every": 6, "fragments": 3, "delay": 3, "compression": lambda: TopKEF(**SMALL)},
+    "delayed, sharded": {"every": 6, "fragments": 2, "delay": 5, "compression": lambda: Dense()},
+    "on the host": {"every": 5, "offload": True},
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_restart_goes_on_to_the_bit(case: str, tmp_path: Any) -> None:
+    """From files, in the middle of a round; and saving changes nothing."""
+    made = {"compression": METHODS["top-k"], **RESUMED[case]}
+    saved: dict[int, Any] = {}
+
+    def settings() -> dict[str, Any]:
+        return {**made, "compression": made["compression"]()}
+
+    def train(number: int, collective: Any) -> Any:
+        rank = Rank(number, collective, **settings())
+        for step in range(1, 24):
+            rank.step()
+            if step == 13:
+                checkpoint.save(tmp_path, rank.state)
+                saved[number] = copy.deepcopy((rank.snapshot(), rank.optimizer.state_dict()))
+        return rank.snapshot(), rank.state.state_dict()
+
+    def resume(number: int, collective: Any) -> Any:
+        rank = Rank(number, collective, **settings())
+        weights, optimizer = saved[number]
+        for p, was in zip(rank.weights.values(), weights, strict=True):
+            p.data.copy_(was)
+        rank.optimizer.load_state_dict(optimizer)
+        checkpoint.load(tmp_path, rank.state)
+        rank.steps = 13
+        for _ in range(10):
+            rank.step()
+        return rank.snapshot(), rank.state.state_dict()
+
+    def undisturbed(number: int, collective: Any) -> Any:
+        rank = Rank(number, collective, **settings())
+        for _ in range(23):
+            rank.step()
+        return rank.snapshot(), rank.state.state_dict()
+
+    first, second, whole = run(2, train), run(2, resume), run(2, undisturbed)
+    for a, b, c in zip(first, second, whole, strict=True):
+        assert same(a[0], b[0], c[0])
+        assert same(*(list(each[1]["residuals"].values()) for each in (a, b, c)))
+        assert a[1]["local"] == b[1]["local"] == c[1]["local"]
+
+
+def test_another_number_of_ranks_goes_on_from_the_anchor(tmp_path: Any) -> None:
+    settings = {"every": 5, "outer": Outer(lr=0.7, momentum=0.9)}
+    anchors: dict[int, Any] = {}
+
+    def train(number: int, collective: Any) -> None:
+        rank = Rank(number, collective, compression=TopKEF(**SMALL), **settings)
+        for _ in range(13):
+            rank.step()
+        checkpoint.save(tmp_path, rank.state)
+        anchors[number] = rank.state.state_dict()["state.anchor"]["residuals"]
+
+    def resume(number: int, collective: Any) -> list[list[Tensor]]:
+        rank = Rank(number, collective, compression=TopKEF(**SMALL), **settings)
+        for p in rank.weights.values():
+            p.data += number  # a rank that has joined has any weights
+        checkpoint.load(tmp_path, rank.state)
+        found = [rank.snapshot()]
+        for _ in range(5):
+            rank.step()
+        return [*found, rank.snapshot()]
+
+    run(2, train)
+    found = run(3, resume)
+    expected = [anchors[0][name].view(shape) for name, shape in SHAPES.items()]
+    assert same(expected, *(each[0] for each in found))
+    assert same(*(each[1] for each in found))
+    assert not same(expected, found[0][1])
+
+
+@pytest.mark.parametrize("setting", ["plain", "momentum"])
+def test_a_movement_that_is_not_finite_leaves_no_trace(setting: str) -> None:
+    def train(number: int, collective: Any) -> Any:
+        rank = Rank(number, collective, compression=TopKEF(**SMALL), **SETTINGS[setting])
+        for _ in range(6):
+            rank.step()
+        before, kept = rank.snapshot(), rank.state.state_dict()
+        for step in range(3):
+            rank.step()
+            if (number, step) == (1, 0):
+                rank.weights["head"].data[0] = torch.inf
+                rank.optimizer.state[rank.weights["head"]]["exp_avg"][0] = torch.nan
+        after = rank.state.state_dict()
+        assert same(before, rank.snapshot())
+        for key in ("residuals", *(k for k in kept if k.startswith("state."))):
+            own = kept[key] if key == "residuals" else kept[key]["residuals"]
+            now = after[key] if key == "residuals" else after[key]["residuals"]
+            assert same([*own.values()], [*now.values()])
+        assert rank.state.stats().rolled_back == 1
+        for _ in range(6):
+            rank.step()
+        return rank.snapshot()
+
+    found = run(2, train)
+    assert same(*found)
+    assert all(bool(each.isfinite().all()) for each in found[0])
+
+
+def test_ranks_count_by_their_number_of_steps() -> None:
+    """With seconds, a rank that has taken three times as many steps counts three times."""
+
+    def train(number: int, collective: Any) -> list[Tensor]:
+        rank = Rank(
+            number,
+            collective,
+            compression=Dense(exchange="allgather"),
+            every="60s",
+            inner=lambda params: torch.optim.SGD(params, lr=1.0),
+        )
+        now = [0.0]
+        rank.state.rounds._clock = lambda: now[0]
+        rank.optimizer.begin()
+        count = (3, 1)[number]
+        for step in range(count):
+            now[0] = 60.0 * (step + 1) / count
+            for p in rank.weights.values():
+                p.grad = torch.full_like(p, (1.0, 5.0)[number])
+            rank.optimizer.step()
+        assert rank.optimizer.rounds == 1
+        return rank.snapshot()
+
+    found, first = run(2, train), Rank(0, None, compression=Dense).snapshot()
+    for before, after in zip(first, found[0], strict=True):
+        expected = before - (3 * 3.0 + 1 * 5.0) / 4
+        torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5)
+    assert same(*found)
+
+
+def test_a_movement_is_limited_by_the_median_of_the_last_round() -> None:
+    def train(number: int, collective: Any) -> list[float]:
+        rank = Rank(
+            number,
+            collective,
+            compression=Dense(exchange="allgather"),
+            every=1,
+            clip=1.0,
+            inner=lambda params: torch.optim.SGD(params, lr=1.0),
+        )
+        moved = []
+        for _ in range(2):
+            before = rank.snapshot()
+            for p in rank.weights.values():
+                p.grad = torch.full_like(p, 100.0 if number == 2 else 1.0)
+            rank.optimizer.step()
+            moved.append((before[0] - rank.snapshot()[0]).mean().item())
+        return moved
+
+    first, second = run(3, train)[0]
+    assert first == pytest.approx((1 + 1 + 100) / 3, rel=1e-4)
+    assert second == pytest.approx(1.0, rel=1e-4)
+
+
+def test_delayed_fragments_keep_a_share_of_the_local_weights() -> None:
+    """And ranks have equal weights after `synchronize()`, the fragments' exchanges included."""
+
+    def train(number: int, collective: Any) -> Any:
+        rank = Rank(
+            number,
+            collective,
+            compression=Dense,
+            every=4,
+            delay=2,
+            alpha=0.25,
+            inner=lambda params: torch.optim.SGD(params, lr=1.0),
+        )
+        first = rank.snapshot()
+        for _ in range(6):
+            for p in rank.weights.values():
+                p.grad = torch.full_like(p, 1.0 + 2 * number)
+            rank.optimizer.step()
+        mixed = [(a - b).mean().item() for a, b in zip(first, rank.snapshot(), strict=True)]
+        rank.step()
+        rank.optimizer.synchronize()
+        return mixed, rank.snapshot()
+
+    found = run(2, train)
+    for number, (mixed, _) in enumerate(found):  # 6 steps alone, and the mean of 4 of both ranks
+        expected = 0.25 * 6 * (1 + 2 * number) + 0.75 * 4 * 2
+        assert mixed == pytest.approx([expected] * len(SHAPES), rel=1e-4)
+    assert same(found[0][1], found[1][1])
+
+
+def test_fragments_share_the_model() -> None:
+    def sizes(number: int, collective: Any) -> list[int]:
+        rank = Rank(number, collective, every=6, fragments=3)
+        parts = rank.state.rounds.fragments
+        return [sum(rank.weights[name].numel() for name in part.names) for part in parts]
+
+    (found,) = run(1, sizes)
+    assert sum(found) == sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    assert min(found) > 0
+    config = LocalConfig(every=6, fragments=3, delay=1)
+    assert [config.starts(step) for step in range(1, 8)] == [[], [0], [], [1], [], [2], []]
+    assert [config.arrives(step) for step in range(1, 9)] == [[], [], [0], [], [1], [], [2], []]
+
+
+@pytest.mark.parametrize("form", ["nesterov", "heavy_ball", "averaged"])
+def test_the_outer_step_is_the_formula(form: str) -> None:
+    """As torch's SGD has it; the first step is lr d in each form."""
+    outer = Outer(lr=0.5, momentum=0.9, form=form)
+
+    def train(number: int, collective: Any) -> list[Tensor]:
+        rank = Rank(number, collective, compression=Dense, every=2, outer=outer)
+        for _ in range(6):
+            rank.step()
+        return rank.snapshot()
+
+    def by_hand(number: int, collective: Any) -> list[Tensor]:
+        rank = Rank(number, collective, compression=Dense, every=100)
+        anchor = rank.snapshot()
+        v = [torch.zeros_like(p) for p in anchor]
+        for turn in range(3):
+            rank.step()
+            rank.step()
+            for i, p in enumerate(rank.weights.values()):
+                d = collective.allreduce((anchor[i] - p.detach()).clone(), f"{i}").wait() / 2
+                if turn == 0:
+                    v[i], move = d, d
+                elif form == "averaged":
+                    v[i] = 0.9 * v[i] + (1 - 0.9) * d
+                    move = v[i]
+                else:
+                    v[i] = 0.9 * v[i] + d
+                    move = d + 0.9 * v[i] if form == "nesterov" else v[i]
+                anchor[i] = anchor[i] - 0.5 * move
+                p.data.copy_(anchor[i])
+        return rank.snapshot()
+
+    ours, theirs = run(2, train), run(2, by_hand)
+    for a, b in zip(ours[0], theirs[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_of_other_dtypes(dtype: torch.dtype) -> None:
+    """The anchor is wider than half precision: rounding it is no movement."""
+
+    def train(number: int, collective: Any) -> list[Tensor]:
+        rank = Rank(
+            number,
+            collective,
+            compression=Dense,
+            dtype=dtype,
+            every=2,
+            inner=lambda params: torch.optim.SGD(params, lr=0.0),
+            outer=Outer(lr=1.0),
+        )
+        anchors = [f.anchor(n).clone() for f in rank.state.rounds.fragments for n in f.names]
+        for _ in range(4):
+            rank.step()
+        assert len(anchors) == len(SHAPES)
+        return rank.snapshot()
+
+    found = run(2, train)
+    assert same(*found, Rank(0, None, dtype=dtype).snapshot())
+
+
+def test_a_loss_scaler_that_skips_a_step_skips_no_count() -> None:
+    """Ranks would wait for one another otherwise. Gradients are unscaled, and weights finite."""
+
+    def train(number: int, collective: Any) -> Any:
+        rank = Rank(number, collective, compression=Dense, every=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        schedule = torch.optim.lr_scheduler.StepLR(rank.optimizer, 1, 0.5)
+        for step in range(4):
+            rank.optimizer.zero_grad()
+            loss = sum(p.square().sum() for p in rank.weights.values())
+            scaler.scale(loss).backward()
+            if (number, step) == (0, 1):
+                rank.weights["head"].grad[0] = torch.inf
+            before = rank.snapshot()
+            scaler.step(rank.optimizer)
+            scaler.update()
+            schedule.step()
+            if (number, step) == (0, 0):
+                p, was = rank.weights["head"], before[-1]
+                assert torch.allclose(p.grad, 2 * was)
+        assert schedule.get_last_lr() == [0.01 / 16]
+        return rank.optimizer.rounds, rank.snapshot()
+
+    found = run(2, train)
+    assert [each[0] for each in found] == [2, 2]
+    assert same(found[0][1], found[1][1])
+
+
+def test_buffers_are_averaged() -> None:
+    def train(number: int, collective: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        net = nn.BatchNorm1d(4)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        named = net.named_parameters(), net.named_buffers()
+        optimizer = LocalSteps(
+            inner, named[0], collective=collective, named_buffers=named[1], every=2
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            x = torch.arange(8.0).view(2, 4) * (number + 1) + step
+            net(x).square().sum().backward()
+            if step == 1:
+                own = net.running_mean.clone()
+            optimizer.step()
+        assert int(net.num_batches_tracked) == 2
+        return own, net.running_mean.clone()
+
+    (own, mean), (other, same_mean) = run(2, train)
+    assert not torch.equal(own, other)
+    assert torch.equal(mean, same_mean)
+    torch.testing.assert_close(mean, (own + other) / 2)
+
+
+def test_a_guard_that_ends_compression_goes_on_with_outer_steps() -> None:
+    def train(number: int, collective: Any) -> Any:
+        guard = adapter.Guard(nonfinite=2, trend=None)
+        compression = TopKEF(**{**SMALL, "guard": guard})
+        rank = Rank(number, collective, compression=compression, every=2, clip=5.0)
+        for step in range(16):
+            rank.step()
+            if number == 0 and step in (4, 6):
+                rank.weights["head"].data[0] = torch.nan
+        return rank.state.stats(), rank.snapshot()
+
+    found = run(3, train)
+    assert found[0][0].fallbacks
+    assert same(*(each[1] for each in found))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no whole number": ({"every": 2.5}, "every=2.5"),
+    "no duration": ({"every": "60"}, "every='60'"),
+    "no outer step": ({"every": 0}, "every=0"),
+    "fragments": ({"every": 4, "fragments": 5}, "fragments=5"),
+    "blocks": ({"every": 9, "fragments": 6}, "fragments=6 was given, and the model has 4 blocks"),
+    "delay": ({"every": 4, "delay": 4}, "delay=4"),
+    "seconds and delay": ({"every": "9s", "delay": 1}, "different numbers of steps"),
+    "decay": ({"decay": 0.0}, "decay=0.0"),
+    "alpha": ({"alpha": 1.5}, "alpha=1.5"),
+    "clip": ({"clip": 0}, "clip=0"),
+    "outer": ({"outer": 0.7}, "outer=0.7"),
+    "momentum": ({"compression": lambda: TopKEF(momentum=0.9)}, "momentum=0.9"),
+    "clip_norm": ({"compression": lambda: TopKEF(clip_norm=1.0)}, "clip_norm=1"),
+    "an unknown setting": ({"evry": 3}, "no setting 'evry'"),
+    "an unknown preset": ({"preset": "dilocoo"}, "Did you mean 'diloco'"),
+    "numbers": (
+        {"clip": 1.0, "compression": lambda: Dense(exchange="allreduce")},
+        "clip= needs numbers of every rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_says_why(case: str) -> None:
+    settings, text = REFUSED[case]
+    given = {k: v() if k == "compression" else v for k, v in settings.items()}
+    with pytest.raises((ConfigError, UnknownSettingError), match=None) as caught:
+        Rank(0, None, **given)
+    assert text in str(caught.value)
+
+
+def test_ranks_with_other_settings_or_weights_are_named() -> None:
+    with pytest.raises(PlanMismatchError, match="every=3"):
+        run(2, lambda number, collective: Rank(number, collective, every=3 + number))
+
+    def start(number: int, collective: Any) -> None:
+        rank = Rank(number, collective, every=3)
+        rank.weights["head"].data[0, 0] += number
+        rank.step()
+
+    with pytest.raises(PlanMismatchError, match="'head': ranks 0 and 1 have different weights"):
+        run(2, start)
+
+
+def test_a_frozen_parameter_is_left_alone_until_it_is_trained() -> None:
+    def train(number: int, collective: Any) -> None:
+        frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        weights = nn.Parameter(torch.ones(40))
+        inner = torch.optim.SGD([frozen, weights], lr=0.1)
+        named = [("frozen", frozen), ("weights", weights)]
+        optimizer = LocalSteps(inner, named, collective=collective, every=2)
+        assert list(TopKEF.of(optimizer).tensors) == ["weights"]
+        for _ in range(2):
+            weights.grad = torch.full_like(weights, 1.0 + number)
+            optimizer.step()
+        assert torch.equal(frozen, torch.ones(5))
+        frozen.requires_grad = True
+        for _ in range(2):
+            optimizer.step()
+
+    with pytest.raises(ConfigError, match="'frozen': it is trained now"):
+        run(2, train)
+
+
+def test_a_state_of_other_fragments_is_refused() -> None:
+    (state,) = run(1, lambda n, c: Rank(n, c, every=6, fragments=2).state.state_dict())
+
+    def load(number: int, collective: Any) -> None:
+        rank = Rank(number, collective, every=6, fragments=2)
+        rank.step()
+        other = Rank(number, collective, every=6)
+        other.state.load_state_dict(rank.state.state_dict())
+
+    assert "local" not in state
+    with pytest.raises(StateDictError, match="has 2 fragments"):
+        run(1, load)
+
+
+def test_memory_is_counted() -> None:
+    (state,) = run(1, lambda n, c: Rank(n, c, outer=Outer(lr=0.7, momentum=0.9)).state)
+    kept = state.stats().element_bytes
+    assert kept == {"residuals": 8.0, "anchor": 4.0, "outer_momentum": 4.0}
+
+
+@pytest.fixture(autouse=True)
+def _few_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_presets(name: str) -> None:
+    (rank,) = run(1, lambda n, c: Rank(n, c, name))
+    assert rank.optimizer._config == LocalConfig(**PRESETS[name].settings)
+    (rank,) = run(1, lambda n, c: Rank(n, c, name, every=7, compression=TopKEF))
+    assert rank.optimizer._config == LocalConfig(**{**PRESETS[name].settings, "every": 7})
