@@ -33,10 +33,10 @@ WORKERS ?= 2
 # tests/conftest.py.
 TIER ?= fast
 
-STUDIES := accuracy allocation frontier default methods optimizers practice
+STUDIES := accuracy allocation frontier default local-steps methods optimizers practice
 BENCHMARKS := bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes
 
-.PHONY: help setup demo clean test test-tools test-all test-integrations check fuzz docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy frontier default methods optimizers practice
+.PHONY: help setup demo clean test test-tools test-all test-integrations check fuzz docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy allocation frontier default local-steps methods optimizers practice
 
 help: ## list the targets
 	@sed -nE 's/^## (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -100,15 +100,17 @@ bench-gpu: ## time the Triton kernels and whole steps on a GPU (needs a GPU; two
 ## Studies run what their settings ask for and has no results yet, and write a page of docs
 
 accuracy: ## plain error feedback beside dense, on real ranks; docs/accuracy.md (hours)
+allocation: ## ratios by tensor at equal bytes beside one for all, simulated ranks; docs/allocation.md (hours)
 frontier: ## quality against bytes for every format and exchange, simulated ranks; docs/frontier.md (hours)
 default: ## the default beside dense over models and training loops, simulated ranks; docs/default.md (hours)
+local-steps: ## local steps beside an exchange in every step, simulated ranks; docs/local-steps.md (hours)
 methods: ## every method beside dense at 16 and 64 times fewer bytes, simulated ranks; docs/methods.md (hours)
 optimizers: ## the optimizers that people train with, beside dense, simulated ranks; docs/optimizers.md (half an hour)
 practice: ## clipping, loss scaling, momentum, restarts, beside dense, on real ranks; docs/practice.md (an hour)
 
 $(STUDIES): setup
 	$(if $(filter optimizers,$@),$(RUN) -m pip install --quiet --no-deps pytorch_optimizer==3.8.0)
-	$(RUN) -m horovod_topk.cli compare scripts/study/$@.toml --out docs/results/$@.jsonl $(ARGS)
+	$(RUN) -m horovod_topk.cli compare scripts/study/$(subst -,_,$@).toml --out docs/results/$(subst -,_,$@).jsonl $(ARGS)
 	$(RUN) scripts/page.py $@
 
 ## Pages alone, from stored results: .venv/bin/python scripts/page.py NAME

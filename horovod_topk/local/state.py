@@ -261,6 +261,9 @@ class Averages(Generic[Array]):
         ops: operations on arrays.
         collective: of the ranks.
         name: prefix of the collectives' names.
+
+    Attributes:
+        runner: its steps are rounds.
     """
 
     _means: dict[int, list[Array]]  # the last means by bucket; at first this rank's values
@@ -278,19 +281,19 @@ class Averages(Generic[Array]):
         if not elastic():
             agree(plan, 0, ops, collective)
         exchange = exchange_of(plan, ops, collective)
-        self._runner = StepRunner(plan, ops, PayloadCodec(ops), exchange, f"{name}.averages")
+        self.runner = StepRunner(plan, ops, PayloadCodec(ops), exchange, f"{name}.averages")
         self._means = self._values()
 
     def exchange(self) -> None:
         """Replace the values of all ranks by their mean; by the last one, if one is not finite."""
         found = self._values()
         for ordinal, values in found.items():
-            self._runner.launch(ordinal, values)
+            self.runner.launch(ordinal, values)
         for ordinal, values in found.items():
-            self._runner.step.finish(ordinal, values)
-        if self._runner.commit():
+            self.runner.step.finish(ordinal, values)
+        if self.runner.commit():
             self._means = found
-        for bucket in self._runner.plan.buckets:
+        for bucket in self.runner.plan.buckets:
             for tensor, mean in zip(bucket.gradients, self._means[bucket.ordinal], strict=True):
                 self._weights.blend(tensor.spec.name, mean, 0.0)
 
@@ -299,7 +302,7 @@ class Averages(Generic[Array]):
         read, cast = self._weights.read, self._ops.cast
         return {
             bucket.ordinal: [cast(read(t.spec.name), "float64") for t in bucket.gradients]
-            for bucket in self._runner.plan.buckets
+            for bucket in self.runner.plan.buckets
         }
 
 

@@ -64,10 +64,14 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-def workload(*, model: str, optimizer: str, **options: Any) -> Loop:
+def workload(*, model: str, optimizer: str, batch_size: int = 0, **options: Any) -> Loop:
     """A model with its options, for `horovod-topk compare --simulated`.
 
-    optimizer: a key of `OPTIMIZERS`, "Muon and AdamW", or one that the model's own loop knows.
+    Args:
+        model: a key of `LOOPS`.
+        optimizer: a key of `OPTIMIZERS`, "Muon and AdamW", or one that the model's own loop knows.
+        batch_size: rows of a rank's batch; 0: the loop's own.
+        options: as of the loop.
     """
 
     class AnyOptimizer(LOOPS[model]):  # type: ignore[misc]
@@ -80,4 +84,5 @@ def workload(*, model: str, optimizer: str, **options: Any) -> Loop:
     loop: Loop = (LOOPS[model] if is_own else AnyOptimizer)(
         optimizer=optimizer if is_own else "adamw", **options
     )
+    loop.batch_size = batch_size or loop.batch_size
     return loop

@@ -15,7 +15,7 @@ from functools import partial
 
 from horovod_topk.cli.compare.curves import steps_to
 from pages.markdown import spread, table
-from study import causes, expenses, matrix, pictures
+from study import causes, expenses, local_steps, matrix, pictures
 from study.results import DENSE, RESULTS, Row, Study, end, shown
 
 GAP, WORSE = 0.5, 0.2  # %
@@ -403,11 +403,14 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
         *(matrix.parts, matrix.by_loop, matrix.signed, matrix.beyond_seeds, matrix.changed),
         *(panels, catalogue, calls, runs),
         *(expenses.expenses, causes.causes, causes.by_seed),
+        *(local_steps.rounds, local_steps.exchanged, local_steps.payload, local_steps.mean_cost),
     )
 }
 
 
-read = Study
+def read(page: str) -> Study:
+    """The study of a page."""
+    return Study(page.replace("-", "_"))
 
 
 class Figures(Mapping[str, Callable[..., str]]):

@@ -44,8 +44,8 @@ class LocalSteps(local_steps.LocalSteps):
     def on_exchange(self, callback: Callable[[StepCounters], None]) -> None:
         """Call a function after each exchange, of movements or of buffers."""
         self._topkef.on_step(callback)
-        if self._buffers is not None:
-            self._buffers[0].on_step(callback)
+        if self._averages is not None:
+            self._averages.runner.on_step(callback)
 
 
 @dataclass
