@@ -139,6 +139,9 @@ def test_runs_are_known_by_all_that_tells_them_apart(tmp_path: Path) -> None:
         ("sede = 3", "Did you mean 'seed"),
         ("seeds = []\n[compressors]\na='TopKEF'", "seeds"),
         ("ranks = 1\n[compressors]\na='TopKEF'", "exchanges nothing"),
+        ("simulated = true\nranks = 0\n[compressors]\na='TopKEF'", "--ranks 0"),
+        ("[compressors]\na = 'LocalSteps(every=30)'", "Give --simulated"),
+        ("simulated = true\n[compressors]\na = 'LocalSteps(evry=30)'", "no setting 'evry'"),
         ("[compressors]\na = 'TopK'", "there is no compressor"),
         ("[compressors]\na = 3", "a = 3"),
         ("[baselines]\nx = 'none'\ny = 'fp16'", "nothing to compare"),
@@ -150,6 +153,12 @@ def test_a_file_that_cannot_be_compared(tmp_path: Path, text: str, message: str)
     with pytest.raises((ValueError, TopKError)) as error:
         settings_in(tmp_path, text)
     assert message in str(error.value)
+
+
+def test_simulated_ranks_take_local_steps_and_may_be_one(tmp_path: Path) -> None:
+    text = "simulated = true\nranks = 1\n[compressors]\na = \"LocalSteps('diloco', every=8)\""
+    (call,) = settings_in(tmp_path, text).compressors.values()
+    assert call.startswith("LocalSteps(Dense(), every=8, outer=Outer(lr=0.7, momentum=0.9")
 
 
 def test_the_command_line_reaches_the_launcher(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def checked(settings: CompareSettings) -> CompareSettings:
         raise ValueError(f"{settings.script}: no such script")
     if not settings.compressors and not (settings.baselines and settings.grid):
         raise ValueError("nothing to compare. Give --compressors, such as 'TopKEF(ratio=0.01)'")
-    if settings.ranks < 2:
+    if settings.ranks < 2 and not settings.simulated:
         raise ValueError(f"{settings.ranks} rank exchanges nothing. Give --ranks 2 or more")
     _check_numbers(settings)
     if not settings.seeds or len({*settings.seeds}) < len(settings.seeds):
