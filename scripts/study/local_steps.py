@@ -16,9 +16,9 @@ def rounds(study: Study, cases: str, *names: str) -> str:
     An exchange is compared with one of float32, and the bytes of all steps with those of an
     exchange in every step. Of several cases the one with the least reduction counts.
 
-    cases: patterns of titles, with commas between them.
+    cases: patterns of titles, with semicolons between them.
     """
-    titles = [title for each in cases.split(", ") for title in study.titles(each)]
+    titles = [title for each in cases.split("; ") for title in study.titles(each)]
     rows = []
     for name in names:
         found = [study.rows(title).get(name) for title in titles]
