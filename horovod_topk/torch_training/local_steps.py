@@ -7,9 +7,7 @@ an outer step when one is due: `horovod_topk.local` says what that is.
 from __future__ import annotations
 
 import logging
-import re
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,30 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from horovod_topk.core.codec.codec import PayloadCodec
-from horovod_topk.core.exchange.agreement import agree, gather_bytes
-from horovod_topk.core.exchange.loopback import Loopback
-from horovod_topk.core.exchange.membership import check_elastic, elastic
-from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.plan.buckets import TensorSpec, make_plan
-from horovod_topk.core.run.attached import Attached
-from horovod_topk.core.run.optimizers import guarded
-from horovod_topk.core.run.runner import StepRunner
-from horovod_topk.core.run.stats import describe
-from horovod_topk.core.state.state_dict import LOCAL
-from horovod_topk.errors import ConfigError, PlanMismatchError, StateDictError
-from horovod_topk.local.outer import Rule, Told, check_tells
-from horovod_topk.local.rounds import Fragment, Rounds
-from horovod_topk.local.settings import LocalConfig, check_compression, preset_of
-from horovod_topk.methods import METHODS, Method
+from horovod_topk.core.plan.buckets import TensorSpec
+from horovod_topk.errors import ConfigError
+from horovod_topk.local import state as local_state
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.gradients import local, spec_of
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.state import TrainingCompressor
 
 log = logging.getLogger("horovod_topk")
-
-_LIVE: weakref.WeakSet[LocalState] = weakref.WeakSet()
 
 
 class TorchWeights:
@@ -84,167 +67,27 @@ class TorchWeights:
         return weights
 
 
-class LocalState(Attached[StepRunner[Tensor]]):
-    """Error feedback and anchors of local steps, as `TopKEF.of(optimizer)` returns it.
-
-    Steps of `stats()` and of `on_step` are outer steps; with fragments, each fragment's count.
-
-    Args:
-        optimizer: the inner optimizer.
-        parameters: its parameters that are trained, by name.
-        compressor: the compressor with the settings.
-        collective: of the ranks; None: this rank is alone.
-        config: the settings of local steps.
-        device: where anchors and residuals are; None: with the parameters.
-    """
+class LocalState(local_state.LocalState[Tensor]):
+    """Error feedback and anchors of local steps, as `TopKEF.of(optimizer)` returns it."""
 
     framework = "torch"
-    name: str  # prefix of the collectives' names, equal on all ranks
     is_new = True  # until the first inner step, also of a rank that has joined an elastic job
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameters: Mapping[str, Tensor],
-        compressor: TrainingCompressor,
-        collective: Any,
-        config: LocalConfig,
-        device: str | None = None,
-    ) -> None:
-        label = f"{type(optimizer).__name__} with {len(parameters)} parameters"
-        super().__init__(None, "average", label)
-        check_compression(compressor.config)
-        check_elastic(compressor.config)
-        if elastic() and config.fragments > 1:
-            raise ConfigError(
-                f"fragments={config.fragments} was given, and this job is elastic",
-                cure="Leave fragments= out, or run without --min-np and --max-np",
-            )
-        self._ops = TorchOps()
-        self._collective = collective or Loopback(1, self._ops).collective(0)
-        method = guarded(replace(compressor.config, follow_lr=False), compressor.deferred)
-        parts = _fragments(parameters, config.fragments)
-        taken = [own.name for own in _LIVE]
-        made = list[Fragment[Tensor]]()
-        for number, part in enumerate(parts):
-            specs = [_anchor_spec(name, p, device) for name, p in reversed(part.items())]
-            made.append(self._fragment(method, config, number, specs, taken))
-        self.name = made[0].runner.name.removesuffix(".0")
-        self._runners = [fragment.runner for fragment in made]
-        self._state = self._runners[0]
-        self.rounds = Rounds(config, made, TorchWeights(parameters, optimizer), self._ops)
-        _LIVE.add(self)
-
-    def _fragment(
-        self,
-        method: Method,
-        config: LocalConfig,
-        number: int,
-        specs: Sequence[TensorSpec],
-        taken: Sequence[str],
-    ) -> Fragment[Tensor]:
-        """Agree with all ranks on a fragment's plan, and allocate memory."""
-        rule, ops, collective = Rule(config, number), self._ops, self._collective
-        plan = make_plan(specs, method)
-        plan = plan.under(plan.config, rule)
-        prefix = method.name or f"local.{plan.digest.hex()}"
-        ordinal = sum(each.startswith(f"{prefix}.") for each in taken)
-        if not elastic():
-            ordinal = agree(plan, ordinal, ops, collective)
-        exchange, told = exchange_of(plan, ops, collective), Told(ops)
-        check_tells(rule, exchange.kind)
-        timer = getattr(collective, "timer", None)
-        name = f"{prefix}.{ordinal}.{number}"
-        runner = StepRunner(plan, ops, PayloadCodec(ops), exchange, name, timer, told)
-        log.info("LocalSteps %s: %s, %s", name, plan.summary(), describe(exchange))
-        return Fragment(runner, told)
-
-    @property
-    def _states(self) -> Sequence[StepRunner[Tensor]]:
-        return self._runners
-
-    def begin(self) -> None:
-        """Make the present weights the anchors, before the first inner step. A collective.
-
-        Raises:
-            PlanMismatchError: on every rank, if ranks have different weights.
-        """
-        self.rounds.begin()
-        if elastic():
-            return
-        pairs = [(name, f) for f in self.rounds.fragments for name in f.names]
-        sums = torch.stack([_fingerprint(f.anchor(name)) for name, f in pairs])
-        own = b"".join(each.to_bytes(8, "little", signed=True) for each in sums.tolist())
-        said = gather_bytes(own, f"{self.name}.weights", self._ops, self._collective)
-        for at, (name, _) in enumerate(pairs):
-            found = [each[8 * at : 8 * at + 8] for each in said]
-            other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-            if other is not None:
-                self.rounds.has_begun = False
-                raise PlanMismatchError(
-                    f"ranks 0 and {other} have different weights before the first step",
-                    tensor=name,
-                    cure="Send rank 0's weights to all ranks first, with hvd.broadcast_parameters("
-                    "model.state_dict(), root_rank=0), or dist.broadcast of each parameter",
-                )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `Attached.state_dict`, with anchors, outer momentum and the counters of rounds.
-
-        It waits for an exchange in the background. In the middle of a round the weights and the
-        inner optimizer's state differ from rank to rank: save those of every rank, too.
-        """
-        self.rounds.settle()
-        counters = {**self.rounds.counters(), "ranks": self._collective.size}
-        return super().state_dict() | ({LOCAL: counters} if self.rounds.has_begun else {})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `Attached.load_state_dict`.
-
-        A state that another number of ranks has saved begins a round at its anchors, on every rank:
-        what ranks had moved since their last outer step is lost.
-
-        Raises:
-            StateDictError: it does not fit; nothing has changed.
-        """
-        counters = state.get(LOCAL, {})
-        known = len(counters.get("fragments", self.rounds.fragments))
-        if known != len(self.rounds.fragments):
-            raise StateDictError(
-                f"the state dict has {known} fragments, and LocalSteps has "
-                f"{len(self.rounds.fragments)}",
-                cure=f"Pass fragments={known}",
-            )
-        super().load_state_dict({key: each for key, each in state.items() if key != LOCAL})
-        self.rounds.drop()
-        self.rounds.has_begun = bool(counters)
-        if counters:
-            self.rounds.take(counters)
-        if counters and counters["ranks"] != self._collective.size:
-            self.rounds.restart()
-
-    def shared_state(self) -> dict[str, Any]:
-        """As `Attached.shared_state`, with the counters of rounds."""
-        counters = {LOCAL: self.rounds.counters()} if self.rounds.has_begun else {}
-        return super().shared_state() | counters
-
-    def take_shared(self, state: Mapping[str, Any]) -> None:
-        """As `Attached.take_shared`."""
-        super().take_shared({key: each for key, each in state.items() if key != LOCAL})
-        self.rounds.drop()
-        if LOCAL in state:
-            self.rounds.take(state[LOCAL])
-
-    def reset(self) -> None:
-        """As `Attached.reset`: residuals become zero; anchors and outer momentum stay."""
-        super().reset()
-        self.rounds.drop()
+    broadcast = (
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0), or dist.broadcast of each "
+        "parameter"
+    )
 
     def forget(self) -> None:
-        """As `Attached.forget`."""
+        """As `LocalState.forget`."""
         super().forget()
-        self.rounds.drop()
-        self.rounds.has_begun, self.is_new = False, True
+        self.is_new = True
+
+    def _fingerprint(self, array: Tensor) -> bytes:
+        """A sum of 64 bits that wraps around."""
+        bits = array.view(torch.int64 if array.element_size() == 8 else torch.int32)
+        factors = torch.arange(bits.numel(), device=bits.device) % 65521 + 1
+        found = int((bits.to(torch.int64) * factors).sum())
+        return found.to_bytes(8, "little", signed=True)
 
 
 class LocalSteps(Optimizer):
@@ -290,33 +133,23 @@ class LocalSteps(Optimizer):
         # Optimizer.__init__ is not called: parameter groups and state are the inner optimizer's.
         self._inner = optimizer
         _check_inner(optimizer)
-        if preset is not None:
-            published = preset_of(preset)
-            settings = {**published.settings, **settings}
-            if compression is None:
-                compression = self._compressor(published.method)(**published.compression)
-        compressor = self.compressors.asked(compression or self._compressor("TopKEF"))
-        if compressor is None:
-            raise ConfigError(
-                f"compression={compression!r:.60} is none of horovod_topk, or an environment "
-                "variable has replaced it",
-                cure="Pass Dense, Dense(values='bfloat16') or TopKEF",
-            )
-        self._config = LocalConfig.of(settings)
+        compressor, self._config = local_state.chosen(
+            preset, compression, settings, self.compressors
+        )
         self._names = {p: name for name, p in named_parameters}
         trained = self._trained()
-        device = "cpu" if offload else None
-        shared = compressor, collective, self._config
-        self._topkef = LocalState(optimizer, trained, *shared, device)
         buffers = {f"buffer {n}": b for n, b in named_buffers if b.is_floating_point()}
-        self._buffers = self._averaged(buffers, collective) if buffers else None
-        compressor.attached(self._topkef)  # type: ignore[arg-type]
+        device = "cpu" if offload else None
+        specs = [_anchor_spec(name, p, device) for name, p in trained.items()]
+        label = f"{type(optimizer).__name__} with {len(trained)} parameters"
+        weights = TorchWeights(trained | buffers, optimizer)
+        shared = compressor, self._config, TorchOps(), collective
+        self._topkef = LocalState(label, specs, weights, *shared)
+        kept = [spec_of(*each) for each in buffers.items()]
+        self._averages = self._topkef.averages(kept) if kept else None
+        compressor.attached(self._topkef)
         outer = self._config.outer
         log.info("LocalSteps: %s, effective outer rate %.3g", self._config, outer.effective_lr)
-
-    @classmethod
-    def _compressor(cls, name: str) -> type[TrainingCompressor]:
-        return cls.compressors.named(name, f"horovod_topk.{cls.compressors.adapter}")
 
     def __repr__(self) -> str:
         """The inner optimizer, and the settings."""
@@ -387,11 +220,11 @@ class LocalSteps(Optimizer):
         Raises:
             ConfigError: a parameter is trained that was frozen when this object was made.
         """
-        state = self._topkef
-        if state.is_new and closure is None and not self._has_gradient():
+        own = self._topkef
+        if own.is_new and closure is None and not self._has_gradient():
             return self._inner.step()  # as hvd.broadcast_optimizer_state does
-        state.is_new = False
-        if not state.rounds.has_begun:
+        own.is_new = False
+        if not own.rounds.has_begun:
             self.begin()
         loss = self._inner_step(closure)
         self.count()
@@ -402,6 +235,7 @@ class LocalSteps(Optimizer):
         """Make the present weights the anchors, as the first `step()` does. A collective."""
         self._check_trained()
         self._topkef.begin()
+        self._topkef.check_equal()
 
     @torch.no_grad()
     def count(self) -> None:
@@ -474,33 +308,9 @@ class LocalSteps(Optimizer):
         gradients = (p.grad for group in self.param_groups for p in group["params"])
         return any(g is not None and bool(local(g).any()) for g in gradients)
 
-    def _averaged(self, buffers: Mapping[str, Tensor], collective: Any) -> Any:
-        """Make the runner that averages buffers, dense."""
-        ops = TorchOps()
-        over = collective or Loopback(1, ops).collective(0)
-        plan = make_plan([spec_of(*each) for each in buffers.items()], METHODS["Dense"]())
-        if not elastic():
-            agree(plan, 0, ops, over)
-        exchange = exchange_of(plan, ops, over)
-        runner = StepRunner(plan, ops, PayloadCodec(ops), exchange, f"{self._topkef.name}.buffers")
-        return runner, buffers
-
     def _average_buffers(self) -> None:
-        if self._buffers is None:
-            return
-        runner, buffers = self._buffers
-        found = {
-            bucket.ordinal: [buffers[t.spec.name].detach().clone() for t in bucket.gradients]
-            for bucket in runner.plan.buckets
-        }
-        for ordinal, each in found.items():
-            runner.launch(ordinal, each)
-        for ordinal, each in found.items():
-            runner.step.finish(ordinal, each)
-        if runner.commit():
-            for bucket in runner.plan.buckets:
-                for tensor, mean in zip(bucket.gradients, found[bucket.ordinal], strict=True):
-                    buffers[tensor.spec.name].copy_(mean)
+        if self._averages is not None:
+            self._averages.exchange()
 
 
 def _anchor_spec(name: str, p: Tensor, device: str | None) -> TensorSpec:
@@ -520,33 +330,3 @@ def _check_inner(optimizer: Any) -> None:
             f"{type(optimizer).__name__} exchanges by itself",
             cure="Pass the optimizer of one process, such as torch.optim.AdamW",
         )
-
-
-def _fragments(parameters: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """Split parameters into fragments of about equal size, block by block in strides.
-
-    A block is the parameters whose names begin alike up to their first number, such as "layers.3".
-    """
-    blocks: dict[str, dict[str, Tensor]] = {}
-    for name, p in parameters.items():
-        found = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
-        blocks.setdefault(found[0] if found else name.partition(".")[0], {})[name] = p
-    if count > len(blocks):
-        raise ConfigError(
-            f"fragments={count} was given, and the model has {len(blocks)} blocks",
-            cure=f"Pass fragments={len(blocks)} at most",
-        )
-    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    sizes = [0] * count
-    for block in blocks.values():
-        least = min(range(count), key=lambda p: (sizes[p], p))
-        parts[least] |= block
-        sizes[least] += max(1, sum(p.numel() for p in block.values()))
-    return parts
-
-
-def _fingerprint(weights: Tensor) -> Tensor:
-    """A number that equal weights have in common, of 64 bits; a sum that wraps around."""
-    bits = weights.view(torch.int64 if weights.element_size() == 8 else torch.int32)
-    bits = bits.to(torch.int64)
-    return (bits * (torch.arange(bits.numel(), device=bits.device) % 65521 + 1)).sum().cpu()
