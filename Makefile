@@ -36,7 +36,7 @@ TIER ?= fast
 STUDIES := accuracy allocation frontier default local-steps methods optimizers practice
 BENCHMARKS := bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes
 
-.PHONY: help setup demo clean test test-tools test-all test-integrations check fuzz docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy allocation frontier default local-steps methods optimizers practice
+.PHONY: help setup demo clean test test-tools test-all test-integrations check fuzz printed docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy allocation frontier default local-steps methods optimizers practice
 
 help: ## list the targets
 	@sed -nE 's/^## (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -115,5 +115,9 @@ $(STUDIES): setup
 
 ## Pages alone, from stored results: .venv/bin/python scripts/page.py NAME
 
-docs: setup ## print anew what pages show of plan, bytes, compare and formulas (seconds; a test compares)
+printed: setup ## print anew what pages show of plan, bytes, compare and formulas (seconds; a test compares)
 	$(RUN) scripts/printed.py $(ARGS)
+
+docs: setup ## build the site into build/site; dead links are errors (half a minute)
+	$(RUN) -m pip install --quiet 'mkdocs-material>=9.6,<10' 'mkdocstrings[python]>=1,<2'
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build $(ARGS)

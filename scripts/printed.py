@@ -1,4 +1,4 @@
-"""`make docs`: prints anew what pages show of commands whose output follows from the code alone.
+"""`make printed`: prints anew what pages show of commands whose output follows from the code alone.
 
 These are the code blocks that begin with `$ horovod-topk plan` or `bytes`, or `compare` with
 `--no-runs`, and have output; and the blocks with formulas of `horovod_topk/updates/formulas.py`.

@@ -211,8 +211,9 @@ def check_compression(config: Any) -> None:
     if config.clip_norm is not None:
         raise ConfigError(
             f"clip_norm={config.clip_norm:g} was given to a compressor of local steps",
-            cure="Clip gradients before optimizer.step() with torch.nn.utils.clip_grad_norm_; "
-            "LocalSteps(clip=2.0) limits a rank's movement to twice the median of all ranks",
+            cure="Clip gradients in the inner step, with torch.nn.utils.clip_grad_norm_ or Keras' "
+            "global_clipnorm=; LocalSteps(clip=2.0) limits a rank's movement to twice the median "
+            "of all ranks",
         )
 
 

@@ -9,6 +9,7 @@ threshold.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import math
@@ -435,7 +436,9 @@ class TorchOps(IndexedVerbs):
         payload[at : at + len(data)] |= bits
 
     def to_host(self, payload: Tensor) -> bytes:
-        return bytes(payload.tolist())  # headers only, and torch may have no NumPy
+        # A list would have an object for each byte, and torch may have no NumPy.
+        here = payload.contiguous().cpu()
+        return ctypes.string_at(here.data_ptr(), here.numel())
 
     def validate(
         self,

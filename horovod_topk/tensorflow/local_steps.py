@@ -15,6 +15,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from horovod_topk.core.control.schedule import Clock
 from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.core.run.runner import StepRunner
@@ -106,6 +107,12 @@ class VariablesState(LocalState[Array]):
         parts = shared_out(own, [each.specs().keys() for each in self._states])
         for each, part in zip(self._states, parts, strict=True):
             each.check_state_dict(part)
+
+    def resume(self, clock: Clock, ranks: int) -> None:
+        """As `Attached.resume`: before the first step, anchors are the weights that ranks share."""
+        super().resume(clock, ranks)
+        if not (self.rounds.has_begun and self.rounds.steps):
+            self.begin()
 
     def residual(self, name: str) -> Any:
         """As `Attached.residual`."""

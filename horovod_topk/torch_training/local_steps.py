@@ -25,6 +25,11 @@ from horovod_topk.torch_training.state import TrainingCompressor
 
 log = logging.getLogger("horovod_topk")
 
+WRAPPED = (
+    "LocalSteps: all names of parameters begin with 'module.', as those of DistributedDataParallel "
+    "do. It exchanges gradients in every step; train the model inside it"
+)
+
 
 class TorchWeights:
     """`horovod_topk.local.rounds.Weights` of an optimizer's parameters.
@@ -144,6 +149,9 @@ class LocalSteps(Optimizer):
         shared = weights, compressor, self._config, TorchOps(), collective
         self._topkef = ParametersState(label, specs, *shared)
         self._topkef.part = part_of(next(iter(trained.values())))
+        if all(name.startswith("module.") for name in trained):
+            self._topkef.warnings = (WRAPPED,)
+            log.warning("%s", WRAPPED)
         self._averages = None
         if beside:
             found = [_wide_spec(name, b, device) for name, b in beside.items()]

@@ -28,6 +28,7 @@ REPORTS = {  # the pages of benchmarks -> the module whose `values` turns result
     "kernels": "benchmarks.kernels_page",
     "network": "benchmarks.network_page",
     "plan-grid": "benchmarks.plan_page",
+    "readme": "front",
     "residuals": "benchmarks.residuals_page",
     "trouble": "benchmarks.trouble_page",
     "wire": "benchmarks.wire_page",
@@ -37,9 +38,14 @@ FIGURE = re.compile(r"\{\{(.*?)\}\}", re.S)
 
 def write(name: str) -> Path:
     """Write a page."""
-    path = DOCS / f"{name}.md"
+    path = place(name)
     path.write_text(text(name))
     return path
+
+
+def place(name: str) -> Path:
+    """Where a page is."""
+    return ROOT / "README.md" if name == "readme" else DOCS / f"{name}.md"
 
 
 def text(name: str) -> str:

@@ -63,6 +63,7 @@ def mass(note: dict[str, Any]) -> Any:
         pytest.param("torch", f"{TOPK[:-1]},warmup=[(3,0.5)])", False, id="torch", marks=late),
         pytest.param("torch", LOCAL, True, id="torch-local_steps", marks=late),
         pytest.param("tensorflow", TOPK, True, id="tensorflow-commit_dir", marks=late),
+        pytest.param("tensorflow", LOCAL, True, id="tensorflow-local_steps", marks=late),
         *(
             pytest.param(framework, each, True, id=f"{framework}-{each}", marks=late)
             for framework, compressors in ROUNDS.items()

@@ -623,6 +623,14 @@ def test_a_state_of_other_fragments_is_refused() -> None:
         run(1, load)
 
 
+def test_a_model_that_exchanges_gradients_is_warned_of() -> None:
+    weights = nn.Parameter(torch.ones(40))
+    inner = torch.optim.SGD([weights], lr=0.1)
+    optimizer = LocalSteps(inner, [("module.weights", weights)], collective=None)
+    (warning,) = TopKEF.of(optimizer).stats().warnings
+    assert "DistributedDataParallel" in warning
+
+
 def test_memory_is_counted() -> None:
     (state,) = run(1, lambda n, c: Rank(n, c, outer=Outer(lr=0.7, momentum=0.9)).state)
     kept = state.stats().element_bytes

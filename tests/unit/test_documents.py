@@ -9,6 +9,7 @@ import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,3 +149,23 @@ def test_a_class_of_the_core_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 named.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: files for name, files in named.items() if len(files) > 1} == {}
+
+
+def test_the_site_has_every_page_and_names_what_exists() -> None:
+    """`make docs` builds it."""
+    listed = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    for page in (ROOT / "docs").glob("*.md"):
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
+            assert _has_docstring(name), name
+
+
+def _has_docstring(name: str) -> bool:
+    """Whether a dotted name is a module, or a class or function of one, with a docstring."""
+    path = ROOT / name.replace(".", "/")
+    for module in (path.with_suffix(".py"), path / "__init__.py"):
+        if module.exists():
+            return bool(ast.get_docstring(ast.parse(module.read_text())))
+    tree = ast.parse(path.parent.with_suffix(".py").read_text())
+    found: list[Any] = [each for each in tree.body if getattr(each, "name", "") == path.name]
+    return any(ast.get_docstring(each) for each in found)

@@ -32,13 +32,19 @@ pytestmark = pytest.mark.tools
 STUDIES = {"accuracy": 101, "default": 101, "frontier": 101, "practice": 101, "methods": 40}
 # Not kernels, whose rows of momentum are of an older version, nor plan-grid, whose constants are
 # fitted anew and may differ in the last digit.
-PAGES = (*STUDIES, "schedules", "crashes", "network", "residuals", "trouble", "wire")
+PAGES = (*STUDIES, "readme", "schedules", "crashes", "network", "residuals", "trouble", "wire")
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_that_of_its_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
-    assert (pages.DOCS / f"{name}.md").read_text() == pages.text(name)
+    assert pages.place(name).read_text() == pages.text(name)
+
+
+def test_the_readme_is_short() -> None:
+    text = pages.place("readme").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 900
 
 
 def test_figures_are_put_in_and_their_paragraphs_wrapped_anew() -> None:
@@ -74,7 +80,7 @@ def test_every_result_belongs_to_a_setting(name: str) -> None:
     assert len(list(Study(name).runs())) == len(lines) >= STUDIES.get(name, 40)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/choosing.md"])
+@pytest.mark.parametrize("path", ["docs/choosing.md"])
 def test_pages_repeat_the_table_of_the_default(path: str) -> None:
     text = (pages.DOCS / "default.md").read_text()
     found = re.search(r"## In short.*?\n(\|.*?)\n\n", text, re.DOTALL)

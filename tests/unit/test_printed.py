@@ -19,7 +19,7 @@ pytestmark = pytest.mark.tools
 
 @pytest.mark.parametrize("page", printed.PAGES, ids=lambda page: page.name)
 def test_outputs_are_those_of_now(page: Path) -> None:
-    """`make docs` prints them anew."""
+    """`make printed` prints them anew."""
     text = page.read_text(encoding="utf-8")
     if any("compare" in found[1] for found in printed.blocks(text)):
         pytest.importorskip("scipy")

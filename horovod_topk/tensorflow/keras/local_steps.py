@@ -114,6 +114,12 @@ class LocalSteps(keras.callbacks.Callback):  # type: ignore[misc]
                     cure="Make LocalSteps anew, on every rank, when layers are frozen or unfrozen",
                 )
             return
+        if getattr(getattr(model.optimizer, "inner_optimizer", model.optimizer), "use_ema", False):
+            raise ConfigError(
+                "the optimizer has use_ema=True: at its end fit would replace the weights by "
+                "averages that differ from rank to rank",
+                cure="Leave use_ema out; outer steps average weights, too",
+            )
         if steps and model.steps_per_execution > steps:
             raise ConfigError(
                 f"every={steps} is below steps_per_execution={model.steps_per_execution}",

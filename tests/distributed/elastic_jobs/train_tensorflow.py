@@ -25,12 +25,20 @@ asked, kept = parse(os.environ["COMPRESSOR"]), os.environ.get("COMMIT_DIR")
 topk = getattr(horovod_topk.tensorflow, asked.name)(**asked.settings)
 
 
+every, local = os.environ.get("LOCAL_STEPS"), None
+if every:
+    outer = horovod_topk.tensorflow.Outer(lr=0.7, momentum=0.5)
+    own = {"every": int(every), "outer": outer}
+    local = horovod_topk.tensorflow.LocalSteps(None, weights, compression=topk, **own)
+
+
 @tf.function
 def update(inputs: Any) -> None:
     """One step."""
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.square(inputs @ weights[0] @ weights[1]))
-    tape = hvd.DistributedGradientTape(tape, compression=topk)
+    if local is None:
+        tape = hvd.DistributedGradientTape(tape, compression=topk)
     for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
         weight.assign_sub(1e-6 * gradient)
 
@@ -40,6 +48,8 @@ def step(middle: Callable[[], None]) -> None:
     inputs = tf.random.normal([8, 50])
     middle()
     update(inputs)
+    if local is not None:
+        local.step()
 
 
 def digest(tensors: list[Any]) -> str:
@@ -53,8 +63,9 @@ def facts() -> dict[str, Any]:
     owed, norm, lost, shared = tf.zeros([sum(sizes)]), 0.0, None, []
     if topk._living_states():
         state = topk.state_dict()
-        residuals, q = state["residuals"], state.get("state.q", {"residuals": {}})["residuals"]
-        shared = [q[name] for name in sorted(q)]
+        residuals = state["residuals"]
+        names = [key for key in ("state.q", "state.anchor", "state.outer_momentum") if key in state]
+        shared = [array for key in names for _, array in sorted(state[key]["residuals"].items())]
         owed = tf.concat([residuals[name] for name in sorted(residuals)], 0)
         norm, lost = topk.stats().residual_norm, topk.stats().lost_ranks
     mean = hvd.allreduce(owed, op=hvd.Average, name="owed")

@@ -303,6 +303,9 @@ def test_fit() -> None:
     assert_ranks_equal(model.get_weights())
     assert local.rounds == 6
     assert equal(model.layers[0].get_weights(), frozen)
+    model.compile(O.SGD(0.1, use_ema=True), "mse")
+    with pytest.raises(ConfigError, match="use_ema=True"):
+        fit(model, hvd_keras.LocalSteps())
     model.layers[0].trainable = True
     model.compile(O.SGD(0.1), "mse")
     with pytest.raises(ConfigError, match="other trainable variables"):

@@ -1,0 +1,1 @@
+"""What the adapters of PyTorch share: optimizers, loss scaling, their steps, local steps."""
