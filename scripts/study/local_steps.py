@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 from horovod_topk.local.call import LocalCall
 from pages.markdown import table
@@ -14,7 +15,7 @@ def rounds(study: Study, cases: str, *names: str) -> str:
     """A row for each method: how many times fewer bytes it sends, and its difference in cases.
 
     An exchange is compared with one of float32, and the bytes of all steps with those of an
-    exchange in every step. Of several cases the one with the least reduction counts.
+    exchange in every step. Models differ: the smallest and the largest figure stand there.
 
     cases: patterns of titles, with semicolons between them.
     """
@@ -23,10 +24,9 @@ def rounds(study: Study, cases: str, *names: str) -> str:
     for name in names:
         found = [study.rows(title).get(name) for title in titles]
         known = [row for row in found if row is not None]
-        least = min((row.reduction for row in known), default=math.nan)
-        every = every_of(known[0]) if known else 1
+        exchanges = [row.reduction / every_of(row) for row in known]
         cells = ["not run" if row is None else row.difference for row in found]
-        rows.append([name, times(least / every), times(least), *cells])
+        rows.append([name, times(exchanges), times([row.reduction for row in known]), *cells])
     return table(["", "an exchange", "all steps", *titles], rows)
 
 
@@ -54,6 +54,10 @@ def every_of(row: Row) -> int:
     return row.asked.config.steps if isinstance(row.asked, LocalCall) else 1
 
 
-def times(reduction: float) -> str:
-    """So many times fewer bytes."""
-    return "" if math.isnan(reduction) else f"{reduction:,.{0 if reduction >= 10 else 1}f}x"
+def times(reductions: Sequence[float]) -> str:
+    """So many times fewer bytes, from the smallest to the largest figure."""
+    known = [each for each in reductions if not math.isnan(each)]
+    if not known:
+        return "no bytes"
+    ends = (f"{each:,.{0 if each >= 10 else 1}f}x" for each in (min(known), max(known)))
+    return " to ".join(dict.fromkeys(ends))
