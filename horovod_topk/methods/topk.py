@@ -74,7 +74,7 @@ from horovod_topk.ratios import checked_ratio
 
 Array = TypeVar("Array")
 
-VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")  # and "auto"
+VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "int3", "int2", "sign")  # and "auto"
 INDICES = ("auto", "packed", "plain")
 SELECTIONS = ("exact", "sampled")
 ALLOCATIONS = (UNIFORM, ADAPTIVE)
