@@ -4,8 +4,8 @@ Kinds of values: float64, float32, float16 and bfloat16, and the following with 
 
     int8, int4      j times the block's scale, -largest <= j <= largest
     stable8         int8 with a slightly smaller scale: encoding what is decoded changes nothing
-    sign            plus or minus the block's scale
-    int2, int3      plus or minus one of the block's 2 or 4 scales, as `regions` chooses them
+    sign            plus or minus the block's scale, its mean magnitude
+    int2, int3      plus or minus one of the block's 2 or 4 scales: mean magnitudes of `regions`
 
 Kinds of indices: int16 and int32, stored unsigned, and `packed`: the quasi-succinct code of Elias
 (1974) and Fano (1971), whose length depends on the number of indices but not on their values. It
@@ -119,7 +119,7 @@ def scales(kind: str, count: int) -> int:
     return MAGNITUDES.get(kind, 1) * -(-count // BLOCK[kind]) if kind in BLOCK else 0
 
 
-Counted = tuple[Any, Any]  # for each block, the number of some values and the sum of their parts
+Counted = tuple[Any, Any]  # for each block, the number of some magnitudes, and their sum
 ROUNDS = 2  # by Lloyd's algorithm, after regions are halved
 
 
