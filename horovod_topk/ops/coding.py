@@ -123,7 +123,9 @@ Counted = tuple[Any, Any]  # for each block, the number of some magnitudes, and 
 ROUNDS = 2  # by Lloyd's algorithm, after regions are halved
 
 
-def regions(whole: Counted, bits: int, above: Callable[[Any], Counted]) -> tuple[list[Any], list[Counted]]:
+def regions(
+    whole: Counted, bits: int, above: Callable[[Any], Counted]
+) -> tuple[list[Any], list[Counted]]:
     """Divide each block's magnitudes into 2^(bits - 1) regions, of which each has one scale.
 
     Magnitudes are whole numbers of parts; arrays are int64, [blocks]. `Ops.pack_values` says how

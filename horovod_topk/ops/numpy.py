@@ -366,8 +366,11 @@ def _decoded(codes: Array, scales: Array, kind: str) -> Array:
     block, half = np.arange(codes.size) // coding.BLOCK[kind], 1 << coding.VALUE_BITS[kind] - 1
     if kind in coding.MAGNITUDES:
         scale = scales[block * coding.MAGNITUDES[kind] + codes % half]
-        return scale * (1 - 2 * (codes // half)).astype(np.float32)
-    return scales[block] * ((codes ^ half) - half).astype(np.float32)
+        multiple = 1 - 2 * (codes // half)
+    else:
+        scale, multiple = scales[block], (codes ^ half) - half
+    values: Array = scale * multiple.astype(np.float32)
+    return values
 
 
 def _indices(row: Array, count: int, numel: int, kind: str) -> Array:

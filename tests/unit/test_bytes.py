@@ -236,3 +236,15 @@ def test_the_most_ranks_have_a_table(local_size: int, capsys: pytest.CaptureFixt
     nodes = ["--ranks", str(MOST_RANKS), "--local-size", str(local_size)]
     assert cli.main(["bytes", "--model", "resnet18", *nodes]) == 0
     assert f"{MOST_RANKS:,} ranks on " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "least"),
+    [("resnet50", "int2", 202), ("gpt2", "int2", 203), ("gpt2", "int3", 184)],
+)
+def test_two_bits_at_one_in_sixty_four_are_two_hundred_times_fewer_bytes(
+    model: str, values: str, least: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scales, headers and small tensors included, with an allgather among two ranks."""
+    cli.main(["bytes", "--model", model, "--ratio", str(1 / 64), "--ranks", "2"])
+    assert rows(capsys.readouterr().out)["allgather", values][1] > least

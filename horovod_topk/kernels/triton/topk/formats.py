@@ -184,7 +184,7 @@ def pack_floats(
 
 @triton.jit
 def multiples(values: tl.tensor, BITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return (each block's scale as bfloat16 bits, each value's multiple of it) of [ROWS, BLOCK]."""
+    """Return each block's scale as bfloat16 bits, and each value's multiple: [ROWS, BLOCK]."""
     most: tl.constexpr = (1 << (BITS - 1)) - 1
     values = finite(values)
     largest = tl.max(tl.abs(values), 1)

@@ -13,10 +13,10 @@ import triton.language as tl
 
 from horovod_topk.kernels.triton.topk.formats import (
     BFLOAT16,
-    INT4,
-    INT8,
     INT2,
     INT3,
+    INT4,
+    INT8,
     halves_at,
     pack_floats,
     pack_magnitudes,
