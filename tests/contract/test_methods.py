@@ -250,7 +250,7 @@ REFUSED: list[tuple[type[Method], str, list[dict[str, Any]]]] = [  # class, mess
     (Threshold, "threshold=", [{"threshold": each} for each in (0, "3", float("inf"))]),
     (Threshold, "relative", [{"relative": 1}]),
     (Threshold, "max_ratio", [{"max_ratio": each} for each in (0.0, 1.5)]),
-    (Threshold, "values", [{"values": "int3"}]),
+    (Threshold, "values", [{"values": "int5"}]),
     (Threshold, "values", [{"indices": "none"}]),
     (Threshold, "schedule", [{"schedule": 3}]),
 ]
