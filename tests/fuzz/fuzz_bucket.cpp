@@ -102,8 +102,11 @@ struct Job {
 /* The format as the docstring of horovod_topk/core/plan/payload.py has it, bit by bit. */
 int64_t bytes_of(int64_t bits) { return (bits + 7) / 8; }
 
+/* Whether a value is plus or minus one of the scales of its block. */
+bool has_magnitudes(int64_t kind) { return kind == SIGN || kind == INT2 || kind == INT3; }
+
 int64_t block_of(int64_t kind) {
-  return kind == INT8 || kind == INT4 ? 128 : kind == SIGN || kind == INT2 || kind == INT3 ? 1024 : 0;
+  return has_magnitudes(kind) ? 1024 : kind == INT8 || kind == INT4 ? 128 : 0;
 }
 
 /* Scales of a block. */
@@ -241,7 +244,7 @@ float value_of(const Job &job, const Tensor &t, const uint8_t *payload, int64_t 
   uint64_t bits = bits_at(data + at, i * width, width);
   if (!at) return float_of(bits, job.kind_of(t));
   const int64_t kind = job.kind_of(t), block = i / block_of(kind);
-  if (kind == SIGN || kind == INT2 || kind == INT3) {
+  if (has_magnitudes(kind)) {
     const int64_t region = (int64_t)bits % scales_of(kind);
     const float scale = float_of(bits_at(data, (block * scales_of(kind) + region) * 16, 16), BRAIN);
     return bits >> (width - 1) ? -scale : scale;
@@ -350,12 +353,12 @@ double ulp_of(double value) {
   return (double)std::nextafter(near, INFINITY) - (double)near;
 }
 
-/* Whether e + g == decode(p) + what is left, where residuals are float32: exactly, but for signs and
- * for what float16 saturates by far. */
+/* Whether e + g == decode(p) + what is left, where residuals are float32: exactly, but for
+ * magnitudes that several values share, and for what float16 saturates by far. */
 bool adds_up(int64_t kind, float owed, float sent, float rest) {
   double error = std::fabs((double)sent + (double)rest - (double)owed);
   double largest = std::max({std::fabs(owed), std::fabs(sent), std::fabs(rest)});
-  bool rounded = kind == SIGN || (kind == HALF && std::fabs(owed) >= 0x1p29f);
+  bool rounded = has_magnitudes(kind) || (kind == HALF && std::fabs(owed) >= 0x1p29f);
   return rounded ? error <= ulp_of(largest) : error == 0;
 }
 
