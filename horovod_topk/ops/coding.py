@@ -1,6 +1,6 @@
 """Sizes in bytes of encoded values and indices; `Ops.pack_values` and others encode them.
 
-Kinds of values: float64, float32, float16 and bfloat16, and the following with a scale per block:
+Kinds of values: float64, float32, float16 and bfloat16, and the following with scales per block:
 
     int8, int4      j times the block's scale, -largest <= j <= largest
     stable8         int8 with a slightly smaller scale: encoding what is decoded changes nothing
