@@ -504,7 +504,7 @@ def test_sizes_follow_from_the_plan(case: Case) -> None:
 VICTIMS = ("number", "few", "odd", "blocks", "half", "double")
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases(graphs=False, rows={**ROWS, **FEATURES})
 def test_a_bad_gradient_on_one_rank_leaves_no_trace(case: Case) -> None:
     troubled, untroubled = case.world(), case.world()
@@ -529,7 +529,7 @@ def test_a_bad_gradient_on_one_rank_leaves_no_trace(case: Case) -> None:
 # State dicts.
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases(graphs=False, rows={**ROWS, **FEATURES})
 def test_a_job_goes_on_from_its_state_dicts(case: Case) -> None:
     first, second, steps = case.world(), case.world(), gradients_of(case)

@@ -511,7 +511,9 @@ def sampled(candidate: Array, k: int) -> list[int]:
     reach = np.flatnonzero(magnitude >= sample[rank - 1]) if rank >= 32 else np.array([])
     if not k / 2 <= reach.size <= k:
         return sorted(np.lexsort((np.arange(n), -magnitude))[:k].tolist())
-    others = np.setdiff1d(np.arange(n), reach)[: k - reach.size]
+    is_free = np.ones(n, bool)
+    is_free[reach] = False
+    others = np.flatnonzero(is_free)[: k - reach.size]
     return sorted([*reach.tolist(), *others.tolist()])
 
 
@@ -1247,6 +1249,7 @@ def test_products_are_written_scaled_and_subtracted(
     assert backend.numpy(candidate).tolist() == (before - left @ right).reshape(-1).tolist()
 
 
+@pytest.mark.one_in(3)
 @each_way
 @pytest.mark.parametrize("wide", WIDE)
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 2), (4, 37), (4, 1100)])

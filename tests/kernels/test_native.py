@@ -579,6 +579,20 @@ def test_entries_are_placed_among_zeros(isa: str, numel: int, dtype: torch.dtype
     assert gradient[:3].tolist() == [1, 1, 1]
 
 
+def test_indices_of_any_layout() -> None:
+    """A copy that is packed lives until the kernel has read it; it is too large for a free list."""
+    numel = 2_000_000
+    index = torch.arange(numel).flip(0).view(-1, 2)[:, 0]
+    values, both = torch.arange(float(numel // 2)), (TorchOps(), TorchOps(kernels=False))
+    found = []
+    for ops in both:
+        taken, left, gradient = ops.take(torch.arange(float(numel)), index), *torch.ones(2, numel)
+        ops.subtract_at(left, index, torch.arange(float(numel))[::2])
+        ops.write_placed(values, index, 0.5, gradient, False)
+        found.append((taken, left, gradient))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_products_are_added_in_order(isa: str, dtype: str, threads: int) -> None:
