@@ -25,6 +25,7 @@ tests/distributed/launches.py.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections import Counter
@@ -56,7 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the tier; those marked `long` begin first, and others run beside them."""
+    """Keep the tests of the tier.
+
+    In the fast tier those marked `long` begin first, one after another, and others run beside them.
+    """
     tier, seen = config.getoption("--tier"), Counter[str]()
     wanted = {"fast", "tools"} if tier == "usual" else {tier}
     chosen, others = list[pytest.Item](), list[pytest.Item]()
@@ -65,7 +69,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (chosen if wanted & {*tiers_of(item, seen[function])} else others).append(item)
         seen[function] += 1
     config.hook.pytest_deselected(items=others)
-    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
+    if "fast" in wanted:
+        chosen.sort(key=order_of)
+    items[:] = chosen
+
+
+def order_of(item: pytest.Item) -> float:
+    """The argument of the mark `long`; tests without it come last."""
+    long = item.get_closest_marker("long")
+    return math.inf if long is None else float(long.args[0])
 
 
 def tiers_of(item: pytest.Item, ordinal: int) -> tuple[str, ...]:

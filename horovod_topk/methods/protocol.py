@@ -43,11 +43,13 @@ VALUE_CODE = {
     "int8": 3,
     "int4": 4,
     "sign": 5,
-    "minmax": 6,
-    "means": 7,
-    "dithered": 8,
-    "dithered_l2": 9,
-    "ternary": 10,
+    "int2": 6,
+    "int3": 7,
+    "minmax": 8,
+    "means": 9,
+    "dithered": 10,
+    "dithered_l2": 11,
+    "ternary": 12,
 }
 AS_IS = 3  # kind of indices: none, values are not encoded
 

@@ -7,7 +7,8 @@ et al. 2019, Error Feedback Fixes SignSGD; Lin et al. 2018, Deep Gradient Compre
 
 The body of a payload, after its flags:
 
-    values      of each tensor in turn, of one kind: float32, float16, bfloat16, int8, int4 or sign
+    values      of each tensor in turn, of one kind: float32, float16, bfloat16, int8, int4, int3,
+                int2 or sign
     int32       indices of tensors that have unsigned 32-bit ones
     int16       indices of tensors that have unsigned 16-bit ones
     packed      indices of tensors that have packed ones
@@ -25,8 +26,11 @@ tensor's values begin at a byte boundary.
                             its block, exactly. int8: two's complement. int4: four bits of two's
                             complement, entry 2i in the lower half of byte i, entry 2i + 1 in the
                             upper. A writer MUST NOT write j = -128 or j = -8
-    sign                    bfloat16 scales for blocks of 1024; then a bit for each entry, bit i % 8
-                            of byte i / 8, set if the value is minus its block's scale, else plus
+    int3, int2, sign        s = 4, 2 or 1 bfloat16 scales for each block of 1024 entries, block
+                            after block; then b = 3, 2 or 1 bits for each entry, without gaps, the
+                            first in the lowest bits of the first byte. The lower b - 1 bits of an
+                            entry are the number of a scale of its block, 0 to s - 1; the value is
+                            this scale, or minus it if the highest bit is set
 
 Bits after a tensor's last value MUST be 0. A scale MUST be a finite number that is not negative; a
 reader MUST refuse others. A writer MAY choose any scales and multiples
@@ -74,7 +78,7 @@ from horovod_topk.ratios import checked_ratio
 
 Array = TypeVar("Array")
 
-VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")  # and "auto"
+VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "int3", "int2", "sign")  # and "auto"
 INDICES = ("auto", "packed", "plain")
 SELECTIONS = ("exact", "sampled")
 ALLOCATIONS = (UNIFORM, ADAPTIVE)
@@ -136,8 +140,9 @@ class TopK(Codec):
             key matches. A pattern that matches no tensor is an error. Tensors below `min_numel` are
             sent whole in any case.
         values: format in which values are sent: "float32" (float64 for float64 gradients),
-            "float16", "bfloat16", "int8", "int4" or "sign". The rounding error stays in the
-            residual. With "sign" it is so large that training may diverge (docs/frontier.md).
+            "float16", "bfloat16", "int8", "int4", "int3", "int2" or "sign". The rounding error
+            stays in the residual. With "sign" it is so large that training may diverge
+            (docs/frontier.md).
             "auto": "int4", and "float32" at ratio 1. A pair, such as ("int8", "plain"), also has
             the format of indices: "packed" (compressed), "plain" (16 or 32 bits each), or "auto",
             which is plain on accelerators and packed elsewhere.

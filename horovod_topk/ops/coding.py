@@ -1,10 +1,11 @@
 """Sizes in bytes of encoded values and indices; `Ops.pack_values` and others encode them.
 
-Kinds of values: float64, float32, float16 and bfloat16, and the following with a scale per block:
+Kinds of values: float64, float32, float16 and bfloat16, and the following with scales per block:
 
     int8, int4      j times the block's scale, -largest <= j <= largest
     stable8         int8 with a slightly smaller scale: encoding what is decoded changes nothing
-    sign            plus or minus the block's scale
+    sign            plus or minus the block's scale, its mean magnitude
+    int2, int3      plus or minus one of the block's 2 or 4 scales: mean magnitudes of `regions`
 
 Kinds of indices: int16 and int32, stored unsigned, and `packed`: the quasi-succinct code of Elias
 (1974) and Fano (1971), whose length depends on the number of indices but not on their values. It
@@ -16,6 +17,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Callable
+from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 VALUE_BITS = {
@@ -26,9 +29,19 @@ VALUE_BITS = {
     "int8": 8,
     "stable8": 8,
     "int4": 4,
+    "int3": 3,
+    "int2": 2,
     "sign": 1,
 }
-BLOCK = {"int8": 128, "stable8": 128, "int4": 128, "sign": 1024}  # values that share a scale
+BLOCK = {  # values that share their scales
+    "int8": 128,
+    "stable8": 128,
+    "int4": 128,
+    "int3": 1024,
+    "int2": 1024,
+    "sign": 1024,
+}
+MAGNITUDES = {"sign": 1, "int2": 2, "int3": 4}  # scales of a block, of which a value has one
 LARGEST = {"int8": 127, "stable8": 127, "int4": 7}  # largest multiple of a scale
 # What a block's largest magnitude is divided by for the scale. Rounded up to a bfloat16, scales are
 # up to 1/128 larger: with 127 the largest multiple may be 126, which has a smaller scale itself.
@@ -102,8 +115,59 @@ def guess_rank(numel: int, k: int) -> tuple[int, int]:
 
 
 def scales(kind: str, count: int) -> int:
-    """Number of scales, one for each block, that `count` values have."""
-    return -(-count // BLOCK[kind]) if kind in BLOCK else 0
+    """Number of scales that `count` values have: one for each block, or several."""
+    return MAGNITUDES.get(kind, 1) * -(-count // BLOCK[kind]) if kind in BLOCK else 0
+
+
+Counted = tuple[Any, Any]  # for each block, the number of some magnitudes, and their sum
+ROUNDS = 2  # by Lloyd's algorithm, after regions are halved
+
+
+def regions(
+    whole: Counted, bits: int, above: Callable[[Any], Counted]
+) -> tuple[list[Any], list[Counted]]:
+    """Divide each block's magnitudes into 2^(bits - 1) regions, of which each has one scale.
+
+    Magnitudes are whole numbers of parts; arrays are int64, [blocks]. `Ops.pack_values` says how
+    they are divided: regions are halved at their means, and limits then moved to the middle between
+    means (Linde, Buzo and Gray 1980; Lloyd 1982).
+
+    Args:
+        whole: number and sum of all magnitudes of a block.
+        bits: of a code: a sign, and the number of a region.
+        above: counts and sums the magnitudes above an array of limits.
+
+    Returns:
+        The limits, in ascending order: a region has what is above its lower limit, and at most its
+        upper one. For each region, the number and the sum of its magnitudes.
+    """
+    limits, parts = list[Any](), [whole]
+    for _ in range(bits - 1):
+        means = _means(limits, parts)
+        limits = [each for pair in zip_longest(means, limits) for each in pair if each is not None]
+        for _ in range(ROUNDS):
+            means = _means(limits, _between(whole, limits, above))
+            limits = [(low + high) // 2 for low, high in pairwise(means)]
+        parts = _between(whole, limits, above)
+    return limits, parts
+
+
+def _between(whole: Counted, limits: list[Any], above: Callable[[Any], Counted]) -> list[Counted]:
+    """Number and sum of the magnitudes of each region."""
+    none = whole[0] * 0, whole[1] * 0
+    edges = chain([whole], map(above, limits), [none])
+    return [(many - few, more - less) for (many, more), (few, less) in pairwise(edges)]
+
+
+def _means(limits: list[Any], parts: list[Counted]) -> list[Any]:
+    """Each region's mean, rounded down; of an empty region, its lower limit."""
+    found = [total // larger(count, 1) for count, total in parts]
+    return [found[0], *(larger(mean, limit) for mean, limit in zip(found[1:], limits, strict=True))]
+
+
+def larger(one: Any, other: Any) -> Any:
+    """The larger of two whole numbers, element by element, in any framework."""
+    return (one + other + abs(one - other)) // 2
 
 
 def value_bytes(kind: str, count: int) -> int:

@@ -128,17 +128,19 @@ class NumpyOps(IndexedVerbs):
         limited = self.finite(values)
         blocks = np.split(limited, range(coding.BLOCK[kind], values.size, coding.BLOCK[kind]))
         coded = [_coded(block, kind) for block in blocks]
-        scale = np.array([bits for bits, _ in coded], np.uint16).view(np.uint8)
+        scale = np.concatenate([bits for bits, _ in coded]).astype(np.uint16).view(np.uint8)
         codes = np.concatenate([code for _, code in coded])
-        if kind == "sign":
-            return np.concatenate([scale, np.packbits(codes == 1, bitorder="little")])
-        if kind == "int4":
-            codes = np.append(codes & 0xF, np.zeros(codes.size % 2, np.int64))
-            codes = codes[::2] | codes[1::2] << 4
-        return np.concatenate([scale, codes.astype(np.int8).view(np.uint8)])
+        return np.concatenate([scale, self.pack_bits(codes, coding.VALUE_BITS[kind])])
 
     def unpack_values(self, rows: Array, count: int, kind: str, dtype: str) -> Array:
-        return np.array([_values(row, count, kind) for row in rows]).astype(dtype)
+        if kind.startswith(("float", "bfloat")):
+            values = [_floats(row, kind) for row in rows]
+            return np.array(values).astype(dtype)
+        at, bits = coding.SCALE_BYTES * coding.scales(kind, count), coding.VALUE_BITS[kind]
+        scales = [_floats(row, "bfloat16") for row in rows[:, :at]]
+        codes = self.unpack_bits(rows[:, at:], count, bits)
+        pairs = zip(codes, scales, strict=True)
+        return np.array([_decoded(*pair, kind) for pair in pairs], np.float32).astype(dtype)
 
     def are_scales(self, rows: Array) -> Array:
         sound: Array = np.asarray((np.isfinite(rows) & (rows >= 0)).all(1))
@@ -324,35 +326,51 @@ def _scale(bits: Any) -> Any:
     return (np.array(bits, np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _coded(block: Array, kind: str) -> tuple[int, Array]:
-    """Bits of a block's scale, and its multiples; for signs, 1 where the sign is minus."""
-    largest = np.abs(block).max(initial=np.float32(0))
-    if kind == "sign":
-        unit = np.float64(_scale(_above(largest)))
-        total = np.floor(np.abs(block).astype(np.float64) / (unit or 1.0) * coding.UNIT).sum()
-        mean = unit * (total / (coding.UNIT * block.size))
-        return int(_nearest(np.array(mean, np.float32))), (block < 0).astype(np.int64)
+def _coded(block: Array, kind: str) -> tuple[list[int], Array]:
+    """Bits of a block's scales, and the codes of its values."""
+    largest, width = np.abs(block).max(initial=np.float32(0)), coding.VALUE_BITS[kind]
+    if kind in coding.MAGNITUDES:
+        return _magnitudes(block, float(_scale(_above(largest))), width)
     most = coding.LARGEST[kind]
     bits = _above(largest / np.float32(coding.DIVISOR[kind]))
     multiple = np.clip(np.rint(block / (_scale(bits) or np.float32(1))), -most, most)
-    return bits, multiple.astype(np.int64)
+    return [bits], multiple.astype(np.int64) & (1 << width) - 1
 
 
-def _values(row: Array, count: int, kind: str) -> Array:
-    """Decode the values in one row of bytes."""
+def _magnitudes(block: Array, unit: float, width: int) -> tuple[list[int], Array]:
+    """Bits of the scales of a block whose magnitudes are divided into regions, and codes."""
+    parts = np.floor(np.abs(block).astype(np.float64) / (unit or 1.0) * coding.UNIT)
+    parts = parts.astype(np.int64)
+
+    def above(limit: int) -> coding.Counted:
+        exceeding = parts[parts > limit]
+        return exceeding.size, int(exceeding.sum())
+
+    limits, regions = coding.regions((parts.size, int(parts.sum())), width, above)
+    found = [unit * (total / (coding.UNIT * max(count, 1))) for count, total in regions]
+    region = np.sum([parts > limit for limit in limits], 0, np.int64)
+    code = region + ((block < 0).astype(np.int64) << width - 1)
+    return _nearest(np.array(found, np.float32)).tolist(), code
+
+
+def _floats(row: Array, kind: str) -> Array:
+    """Decode the floats in one row of bytes."""
     row = np.ascontiguousarray(row)
     if kind == "bfloat16":
         return np.asarray(_scale(row.view(np.uint16)))
-    if kind.startswith("float"):
-        return row.view(kind)
-    at = coding.SCALE_BYTES * coding.scales(kind, count)
-    scale = np.repeat(_scale(row[:at].view(np.uint16)), coding.BLOCK[kind])[:count]
-    body = row[at:]
-    if kind == "sign":
-        return scale * (1 - 2 * np.unpackbits(body, bitorder="little")[:count].astype(np.float32))
-    if kind == "int4":
-        body = (np.stack([body & 0xF, body >> 4], 1).ravel()[:count] ^ 8).astype(np.int8) - 8
-    return scale * body.view(np.int8).astype(np.float32)
+    return row.view(kind)
+
+
+def _decoded(codes: Array, scales: Array, kind: str) -> Array:
+    """Decode the codes of values with scales."""
+    block, half = np.arange(codes.size) // coding.BLOCK[kind], 1 << coding.VALUE_BITS[kind] - 1
+    if kind in coding.MAGNITUDES:
+        scale = scales[block * coding.MAGNITUDES[kind] + codes % half]
+        multiple = 1 - 2 * (codes // half)
+    else:
+        scale, multiple = scales[block], (codes ^ half) - half
+    values: Array = scale * multiple.astype(np.float32)
+    return values
 
 
 def _indices(row: Array, count: int, numel: int, kind: str) -> Array:

@@ -44,15 +44,16 @@ class Fused(Protocol[Taken]):
         0   T, the number of tensors
         1   bytes of a residual element: 4 (float32) or 8 (float64)
         2   kind of its values: 0 float32 (float64 where 1 says 8), 1 float16, 2 bfloat16,
-            3 int8, 4 int4, 5 sign; these send all elements of each tensor: 6 as ByteGrad, 7 as
-            OneBit, 8 as QSGD with the norm "max", 9 with "l2", 10 as TernGrad, unclipped
+            3 int8, 4 int4, 5 sign, 6 int2, 7 int3; these send all elements of each tensor: 8 as
+            ByteGrad, 9 as OneBit, 10 as QSGD with the norm "max", 11 with "l2", 12 as TernGrad,
+            unclipped
         3   flags_at: byte of the non-finite flags in a payload
         4   payload_bytes
         5   1 to select by a sampled threshold (`Ops.sample`), 0 to select exactly (`Ops.select`)
         6   parts: number of shards that gradients are split into, if tensors are shards; else 1
 
-        7   1 to leave in `candidate` what is not sent; 0 (kinds 6 to 10 only) for zeros
-        8   bits of a code, 2 to 8, for the kinds 8 and 9; else 0
+        7   1 to leave in `candidate` what is not sent; 0 (kinds 8 to 12 only) for zeros
+        8   bits of a code, 2 to 8, for the kinds 10 and 11; else 0
 
     and 10 numbers follow for each tensor:
 
@@ -66,7 +67,7 @@ class Fused(Protocol[Taken]):
         6   dtype of its gradient: 0 float16, 1 bfloat16, 2 float32, 3 float64
         7   first: element i is element (i // 512 * parts + first) * 512 + i % 512 of its gradient
         8   position of its gradient among the gradients
-        9   elements of a block, or of a column, for the kinds 6 to 10; else 0
+        9   elements of a block, or of a column, for the kinds 8 to 12; else 0
     """
 
     def encode(
@@ -455,9 +456,18 @@ class Packing(Protocol[Array]):
                          scale = the least bfloat16 >= m / D, with D = `coding.DIVISOR`, and
                          j = value / scale, rounded to even, within -L ... L, with
                          L = `coding.LARGEST`; 0 if the scale is 0
-            sign         scale = the mean magnitude, rounded to float32 and then bfloat16, from
-                         magnitudes rounded down to multiples of u / 65536, with u the least
-                         bfloat16 >= m
+            sign, int2, int3
+                         the block's magnitudes are divided into 1, 2 or 4 regions. Each has a
+                         scale, its mean magnitude, rounded to float32 and then bfloat16, or 0 if it
+                         is empty. A code is the number of the value's region, from that of the
+                         smallest magnitudes on, with the highest bit set if the value is below 0.
+                         Magnitudes are rounded down to multiples of u / 65536 first, with u the
+                         least bfloat16 >= m
+
+        A region has the magnitudes above its lower limit and at most its upper limit. At first
+        there is one. Once for int2, twice for int3, each region is halved at its mean, and then
+        twice all limits are moved to the middle between the means of their two regions. Means and
+        middles are rounded down to such multiples; an empty region's mean is its lower limit.
         """
         ...
 

@@ -25,14 +25,12 @@ def pack_values(values: Tensor, kind: str) -> Tensor:
     limited = finite(values)
     parts = blocks(limited, block)
     largest = tf.reduce_max(tf.abs(parts), 1)
-    if kind == "sign":
-        scale = _nearest_scale(_mean_magnitude(parts, largest, count))
-        body = _packed_bits(limited < 0)
-    else:
-        # A graph multiplies by 1 / a number, which float64 rounds too little to matter.
-        exact = tf.cast(largest, tf.float64) / coding.DIVISOR[kind]
-        scale = _scale_above(tf.cast(exact, tf.float32))
-        body = _packed_multiples(parts, _widened(scale), kind)
+    if kind in coding.MAGNITUDES:
+        return _packed_magnitudes(limited, parts, largest, kind)
+    # A graph multiplies by 1 / a number, which float64 rounds too little to matter.
+    exact = tf.cast(largest, tf.float64) / coding.DIVISOR[kind]
+    scale = _scale_above(tf.cast(exact, tf.float32))
+    body = _packed_multiples(parts, _widened(scale), kind)
     size = -(-count * coding.VALUE_BITS[kind] // 8)
     return tf.concat([_as_bytes(tf.cast(scale, tf.uint16)), body[:size]], 0)
 
@@ -108,6 +106,8 @@ def unpack_values(rows: Tensor, count: int, kind: str, dtype: str) -> Tensor:
     at = coding.SCALE_BYTES * coding.scales(kind, count)
     parts = tf.reshape(rows[:, :at], [_count(rows), coding.scales(kind, count), 2])
     scale = _widened(tf.cast(tf.bitcast(parts, tf.uint16), tf.int32))
+    if kind in coding.MAGNITUDES:
+        return tf.cast(_magnitudes(scale, rows[:, at:], count, kind), dtype)
     multiple = _multiples(rows[:, at:], count, kind)
     return tf.cast(multiple * tf.repeat(scale, coding.BLOCK[kind], 1)[:, :count], dtype)
 
@@ -174,16 +174,28 @@ def _widened(scale: Tensor) -> Tensor:
     return tf.bitcast(tf.bitwise.left_shift(scale, 16), tf.float32)
 
 
-def _mean_magnitude(blocks: Tensor, largest: Tensor, count: int) -> Tensor:
-    """Mean magnitudes, [blocks] float32, from integer sums, which are exact in any order."""
+def _packed_magnitudes(values: Tensor, blocks: Tensor, largest: Tensor, kind: str) -> Tensor:
+    """Encode signs and regions of magnitudes; sums of integers are exact in any order."""
+    count, block, width = values.shape[0], blocks.shape[1], coding.VALUE_BITS[kind]
     unit = tf.cast(_widened(_scale_above(largest)), tf.float64)
     divisor = tf.where(unit > 0, unit, tf.ones_like(unit))[:, tf.newaxis]
-    parts = tf.cast(tf.abs(blocks), tf.float64) / divisor * coding.UNIT
-    total, block = tf.reduce_sum(tf.floor(parts), 1), blocks.shape[1]
-    filled = [min(block, count - first) for first in range(0, count, block)]
-    return tf.cast(
-        unit * (total / tf.constant([coding.UNIT * n for n in filled], unit.dtype)), tf.float32
-    )
+    exact = tf.cast(tf.abs(blocks), tf.float64) / divisor * coding.UNIT
+    parts = tf.cast(exact, tf.int64)
+    filled = tf.constant([min(block, count - at) for at in range(0, count, block)], tf.int64)
+
+    def above(limit: Tensor) -> coding.Counted:
+        exceeds = tf.cast(parts > limit[:, tf.newaxis], tf.int64)
+        return tf.reduce_sum(exceeds, 1), tf.reduce_sum(parts * exceeds, 1)
+
+    limits, regions = coding.regions((filled, tf.reduce_sum(parts, 1)), width, above)
+    pairs = [(tf.cast(tf.maximum(n, 1), unit.dtype), tf.cast(s, unit.dtype)) for n, s in regions]
+    found = tf.stack([unit * (total / (coding.UNIT * n)) for n, total in pairs], 1)
+    scale = _nearest_scale(tf.cast(tf.reshape(found, [-1]), tf.float32))
+    codes = tf.cast(blocks < 0, tf.int64) * (1 << width - 1)
+    for limit in limits:
+        codes += tf.cast(parts > limit[:, tf.newaxis], tf.int64)
+    body = pack_bits(tf.reshape(codes, [-1])[:count], width)
+    return tf.concat([_as_bytes(tf.cast(scale, tf.uint16)), body], 0)
 
 
 def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
@@ -202,12 +214,18 @@ def _multiples(rows: Tensor, count: int, kind: str) -> Tensor:
     """Decode the multiple of the scale for each value: [P, count] float32."""
     if coding.VALUE_BITS[kind] == 8:
         return tf.cast(tf.bitcast(rows, tf.int8), tf.float32)
-    if kind == "sign":
-        return 1.0 - 2.0 * tf.cast(_bits(rows)[:, :count], tf.float32)
     wide = tf.cast(rows, tf.int32)
     halves = tf.stack([wide & 0xF, tf.bitwise.right_shift(wide, 4)], 2)
     flat = tf.reshape(halves, [_count(rows), 2 * rows.shape[1]])[:, :count]
     return tf.cast(tf.bitwise.bitwise_xor(flat, 8) - 8, tf.float32)
+
+
+def _magnitudes(scales: Tensor, rows: Tensor, count: int, kind: str) -> Tensor:
+    """Decode values, each of which is plus or minus one of its block's scales: [P, count]."""
+    codes, half = unpack_bits(rows, count, coding.VALUE_BITS[kind]), coding.MAGNITUDES[kind]
+    block = tf.constant([at // coding.BLOCK[kind] for at in range(count)], tf.int64)
+    scale = tf.gather(scales, block * half + codes % half, axis=1, batch_dims=1)
+    return scale * tf.cast(1 - 2 * (codes // half), tf.float32)
 
 
 def _as_bytes(array: Tensor) -> Tensor:

@@ -265,9 +265,9 @@ class TorchOps(IndexedVerbs):
         library = self._library(array.device.type)
         if library is None or array.dtype not in WIDE:
             return array.reshape(-1)[index]
-        packed, out = _packed(array), array.new_empty(index.numel())
-        places = packed.data_ptr(), _packed(index).data_ptr(), out.data_ptr()
-        library.topkef_take(*places, index.numel(), out.element_size())
+        packed, at, out = _packed(array), _packed(index), array.new_empty(index.numel())
+        places = packed.data_ptr(), at.data_ptr(), out.data_ptr()
+        library.topkef_take(*places, at.numel(), out.element_size())
         return out
 
     def place(self, values: Tensor, index: Tensor, numel: int) -> Tensor:
@@ -308,8 +308,9 @@ class TorchOps(IndexedVerbs):
         elif library is None or candidate.dtype not in WIDE or not candidate.is_contiguous():
             candidate.index_add_(0, index, sent, alpha=-1)
         else:
-            places = candidate.data_ptr(), _packed(index).data_ptr(), _packed(sent).data_ptr()
-            library.topkef_subtract_at(*places, index.numel(), candidate.element_size())
+            at, values = _packed(index), _packed(sent)
+            places = candidate.data_ptr(), at.data_ptr(), values.data_ptr()
+            library.topkef_subtract_at(*places, at.numel(), candidate.element_size())
 
     def write_product(
         self,
@@ -487,7 +488,8 @@ class TorchOps(IndexedVerbs):
         if library is None or gradient.dtype not in WIDE:
             gradient.zero_().view(-1).index_copy_(0, index, scaled)
             return
-        entries = scaled.data_ptr(), _packed(index).data_ptr(), index.numel()
+        at = _packed(index)
+        entries = scaled.data_ptr(), at.data_ptr(), at.numel()
         out = gradient.data_ptr(), gradient.numel(), gradient.element_size()
         library.topkef_place(*entries, *out, torch.get_num_threads())
         note_writing(gradient)

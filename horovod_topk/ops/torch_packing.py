@@ -28,13 +28,11 @@ def pack_values(values: Tensor, kind: str) -> Tensor:
     limited = finite(values)
     parts = blocks(limited, block)
     largest = parts.abs().amax(1)
-    if kind == "sign":
-        scale = _nearest_scale(_mean_magnitude(parts, largest, count))
-        body = _packed_bits(limited < 0)
-    else:
-        divisor = largest.new_full([1], coding.DIVISOR[kind])  # torch multiplies by 1 / a number
-        scale = _scale_above(largest / divisor)
-        body = _packed_multiples(parts, _widened(scale), kind)
+    if kind in coding.MAGNITUDES:
+        return _packed_magnitudes(limited, parts, largest, kind)
+    divisor = largest.new_full([1], coding.DIVISOR[kind])  # torch multiplies by 1 / a number
+    scale = _scale_above(largest / divisor)
+    body = _packed_multiples(parts, _widened(scale), kind)
     return torch.cat([_as_bytes(scale), body[: -(-count * coding.VALUE_BITS[kind] // 8)]])
 
 
@@ -106,6 +104,8 @@ def unpack_values(rows: Tensor, count: int, kind: str, dtype: torch.dtype) -> Te
         return _fresh(rows).view(_FLOATS[kind]).to(dtype)
     at = coding.SCALE_BYTES * coding.scales(kind, count)
     scale = _widened(_fresh(rows[:, :at]).view(torch.int16))
+    if kind in coding.MAGNITUDES:
+        return _magnitudes(scale, rows[:, at:], count, kind).to(dtype)
     multiple = _multiples(rows[:, at:], count, kind)
     return (multiple * scale.repeat_interleave(coding.BLOCK[kind], 1)[:, :count]).to(dtype)
 
@@ -163,14 +163,26 @@ def _widened(scale: Tensor) -> Tensor:
     return (scale.to(torch.int32) << 16).view(torch.float32)
 
 
-def _mean_magnitude(blocks: Tensor, largest: Tensor, count: int) -> Tensor:
-    """Mean magnitudes, [blocks] float32, from integer sums, which are exact in any order."""
+def _packed_magnitudes(values: Tensor, blocks: Tensor, largest: Tensor, kind: str) -> Tensor:
+    """Encode signs and regions of magnitudes; sums of integers are exact in any order."""
+    count, width = values.numel(), coding.VALUE_BITS[kind]
     unit = _widened(_scale_above(largest)).double()
     divisor = torch.where(unit > 0, unit, torch.ones_like(unit))[:, None]
-    total = (blocks.abs().double() / divisor * coding.UNIT).floor().sum(1)
+    parts = (blocks.abs().double() / divisor * coding.UNIT).long()
     first = torch.arange(blocks.shape[0], device=blocks.device) * blocks.shape[1]
     filled = (count - first).clamp(max=blocks.shape[1])
-    return (unit * (total / (coding.UNIT * filled))).float()
+
+    def above(limit: Tensor) -> coding.Counted:
+        exceeds = parts > limit[:, None]
+        return exceeds.sum(1), (parts * exceeds).sum(1)
+
+    limits, regions = coding.regions((filled, parts.sum(1)), width, above)
+    found = [unit * (total / (coding.UNIT * n.clamp(min=1)).double()) for n, total in regions]
+    scale = _nearest_scale(torch.stack(found, 1).float().view(-1))
+    codes = (blocks < 0).long() << width - 1
+    for limit in limits:
+        codes += parts > limit[:, None]
+    return torch.cat([_as_bytes(scale), pack_bits(codes.view(-1)[:count], width)])
 
 
 def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
@@ -188,10 +200,16 @@ def _multiples(rows: Tensor, count: int, kind: str) -> Tensor:
     """Decode the multiple of the scale for each value: [P, count] float32."""
     if coding.VALUE_BITS[kind] == 8:
         return _fresh(rows).view(torch.int8).float()
-    if kind == "sign":
-        return 1.0 - 2.0 * _bits(rows)[:, :count].float()
     halves = torch.stack([rows & 0xF, rows >> 4], 2).reshape(rows.shape[0], -1)[:, :count]
     return ((halves.to(torch.int16) ^ 8) - 8).float()
+
+
+def _magnitudes(scales: Tensor, rows: Tensor, count: int, kind: str) -> Tensor:
+    """Decode values, each of which is plus or minus one of its block's scales: [P, count]."""
+    codes, half = unpack_bits(rows, count, coding.VALUE_BITS[kind]), coding.MAGNITUDES[kind]
+    block = torch.arange(count, device=rows.device) // coding.BLOCK[kind]
+    scale = scales.gather(1, block * half + (codes & half - 1))
+    return scale * (1 - 2 * (codes // half)).float()
 
 
 def _as_bytes(array: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ looks whether others meet without it.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import time
 import weakref
@@ -18,12 +20,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import (
+    Backend,
+    _get_default_timeout,
+    _get_process_group_store,
+    _new_process_group_helper,
+    _world,
+)
 from torch.profiler import record_function
 
 from horovod_topk.core.exchange.agreement import in_rows
@@ -161,15 +169,20 @@ class GroupCollective:
     def split(self, groups: Sequence[Sequence[int]]) -> list[GroupCollective | None]:
         """Make new process groups of the same backend, and a collective for each."""
         backend, made = dist.get_backend(self._group), list[GroupCollective | None]()
-        for ranks in ([self._ranks[rank] for rank in group] for group in groups):
-            is_member, alone = dist.get_rank() in ranks, not self._is_all
-            group = None
-            if is_member or not alone:  # use_local_synchronization: only members call new_group
-                group = dist.new_group(ranks, backend=backend, use_local_synchronization=alone)
-            part = group if is_member else None
-            own = None if part is None else GroupCollective(part, self.timer, self._meeting)
-            made.append(own)
+        name = "" if self._is_all else self._new_name()
+        for number, ranks in enumerate([self._ranks[rank] for rank in group] for group in groups):
+            part, is_member = cast(Any, None), dist.get_rank() in ranks
+            if self._is_all:
+                part = dist.new_group(ranks, backend=backend)
+            elif is_member:
+                part = _new_group(ranks, backend, f"{name}_{number}")
+            made.append(GroupCollective(part, self.timer, self._meeting) if is_member else None)
         return made
+
+    def _new_name(self) -> str:
+        """Agree on a name that no process group of this job has had. A collective."""
+        rows = self.meet(os.urandom(8), "topkef.names")
+        return f"horovod_topk_{hashlib.sha256(b''.join(rows)).hexdigest()[:16]}"
 
     @property
     def _is_all(self) -> bool:
@@ -205,8 +218,32 @@ class GroupCollective:
         return _Pending(work, sent, received, self.timer, watched, name, finish)
 
 
+def _new_group(ranks: Sequence[int], backend: str, name: str) -> Any:
+    """Make a process group of this name. Only its members call this.
+
+    With `use_local_synchronization`, `new_group` derives the name from the number of process groups
+    that the calling rank is in. Members that are in different numbers of groups then wait for each
+    other under different names for ever: https://github.com/pytorch/pytorch/issues/173608.
+    """
+    kind, everyone = Backend(backend), cast(Any, dist.group.WORLD)
+    made, _ = _new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        kind,
+        _get_process_group_store(everyone),
+        cast(Any, name),
+        timeout=_get_default_timeout(kind),
+    )
+    _world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
+
+
 class Meeting:
     """Meetings of one process group; see `core.exchange.meeting.Meets`.
+
+    A process group may have the name of a destroyed one, and with it the keys in the store. So the
+    last rank to leave a meeting deletes what all ranks have posted.
 
     Args:
         group: the process group, whose backend has a store.
@@ -226,7 +263,7 @@ class Meeting:
         self._post(_CAME + data)
         wait_until(lambda: not self._missing(), name, self._rank, self._missing, patient=patient)
         said = list(map(self._said, self._ranks))
-        _MET[self._group] = self._met + 1
+        self._leave()
         elsewhere = [rank for rank in self._ranks if not said[rank].startswith(_CAME)]
         if elsewhere:
             came = [rank for rank in self._ranks if rank not in elsewhere]
@@ -252,6 +289,7 @@ class Meeting:
             came = [rank for rank in here if self._said(rank).startswith(_CAME)]
             if came:
                 self._post(name.encode())
+                self._leave()
                 raise _parted(came, self._rank, name)
 
     @property
@@ -273,8 +311,17 @@ class Meeting:
     def _post(self, data: bytes) -> None:
         self._store.set(self._key(self._rank), data)
 
-    def _key(self, rank: int) -> str:
-        return f"horovod_topk/{self._met}/{rank}"
+    def _leave(self) -> None:
+        """End the present meeting for this rank, which has posted and read all that it needs."""
+        left = self._key("left")
+        if self._store.add(left, 1) == len(self._ranks):
+            with contextlib.suppress(RuntimeError):  # a few kinds of stores cannot delete
+                for key in (*map(self._key, self._ranks), left):
+                    self._store.delete_key(key)
+        _MET[self._group] = self._met + 1
+
+    def _key(self, of: int | str) -> str:
+        return f"horovod_topk/{self._met}/{of}"
 
 
 def _parted(came: Sequence[int], rank: int, name: str) -> PlanMismatchError:

@@ -76,6 +76,10 @@ ROWS: dict[str, Method] = {
         0.2, gather_ratio=0.05, values="int4", indices="plain", exchange="sharded", min_numel=8
     ),
     "top-k int8": TopK(0.05, values="int8", indices="plain", min_numel=8),
+    "top-k int3": TopK(0.1, values="int3", exchange="hierarchical", min_numel=8),
+    "top-k int2": TopK(
+        0.1, gather_ratio=0.05, values="int2", indices="plain", exchange="sharded", min_numel=8
+    ),
     "top-k signs, sampled": TopK(0.3, values="sign", selection="sampled", min_numel=8),
     "top-k at ratio 1": TopK(1.0, values="bfloat16", min_numel=8),
     "dense": Dense(min_numel=8),
@@ -246,7 +250,7 @@ REFUSED: list[tuple[type[Method], str, list[dict[str, Any]]]] = [  # class, mess
     (Threshold, "threshold=", [{"threshold": each} for each in (0, "3", float("inf"))]),
     (Threshold, "relative", [{"relative": 1}]),
     (Threshold, "max_ratio", [{"max_ratio": each} for each in (0.0, 1.5)]),
-    (Threshold, "values", [{"values": "int3"}]),
+    (Threshold, "values", [{"values": "int5"}]),
     (Threshold, "values", [{"indices": "none"}]),
     (Threshold, "schedule", [{"schedule": 3}]),
 ]
@@ -500,7 +504,7 @@ def test_sizes_follow_from_the_plan(case: Case) -> None:
 VICTIMS = ("number", "few", "odd", "blocks", "half", "double")
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases(graphs=False, rows={**ROWS, **FEATURES})
 def test_a_bad_gradient_on_one_rank_leaves_no_trace(case: Case) -> None:
     troubled, untroubled = case.world(), case.world()
@@ -525,7 +529,7 @@ def test_a_bad_gradient_on_one_rank_leaves_no_trace(case: Case) -> None:
 # State dicts.
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases(graphs=False, rows={**ROWS, **FEATURES})
 def test_a_job_goes_on_from_its_state_dicts(case: Case) -> None:
     first, second, steps = case.world(), case.world(), gradients_of(case)

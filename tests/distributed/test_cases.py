@@ -27,8 +27,9 @@ def as_name(job: Job) -> str:
 
 
 def marks_of(job: Job) -> list[pytest.MarkDecorator]:
-    """The tiers of a launch, and whether it takes minutes."""
-    return [pytest.mark.tiers(*job.tiers), *[pytest.mark.long] * (job.tiers == MERGED)]
+    """The tiers of a launch, and its order in the fast tier: TensorFlow's take longest."""
+    order = 2 - (job.framework == "tensorflow") - (job.tiers == MERGED)
+    return [pytest.mark.tiers(*job.tiers), pytest.mark.long(order)]
 
 
 @pytest.mark.timeout(LIMIT + 60)

@@ -56,7 +56,7 @@ struct Memory {
   uint8_t *data() { return room.data() + offset; }
 };
 
-enum Kind { FULL, HALF, BRAIN, INT8, INT4, SIGN, MINMAX, MEANS, DITHERED, DITHERED_L2, TERNARY, KINDS };
+enum Kind { FULL, HALF, BRAIN, INT8, INT4, SIGN, INT2, INT3, MINMAX, MEANS, DITHERED, DITHERED_L2, TERNARY, KINDS };
 enum Index { NONE = 0, PACKED = 1, SHORT = 2, AS_IS = 3, LONG = 4 };
 
 constexpr int64_t KEYS[3 * 4 * 3] = {1, 2, 3, 0xffffffff, 4, int64_t{1} << 33};  // of at most 12 tensors
@@ -102,14 +102,22 @@ struct Job {
 /* The format as the docstring of horovod_topk/core/plan/payload.py has it, bit by bit. */
 int64_t bytes_of(int64_t bits) { return (bits + 7) / 8; }
 
-int64_t block_of(int64_t kind) { return kind == SIGN ? 1024 : kind == INT8 || kind == INT4 ? 128 : 0; }
+/* Whether a value is plus or minus one of the scales of its block. */
+bool has_magnitudes(int64_t kind) { return kind == SIGN || kind == INT2 || kind == INT3; }
+
+int64_t block_of(int64_t kind) {
+  return has_magnitudes(kind) ? 1024 : kind == INT8 || kind == INT4 ? 128 : 0;
+}
+
+/* Scales of a block. */
+int64_t scales_of(int64_t kind) { return kind == INT3 ? 4 : kind == INT2 ? 2 : 1; }
 
 int64_t scale_bytes(int64_t kind, int64_t k) {
-  return block_of(kind) ? 2 * ((k + block_of(kind) - 1) / block_of(kind)) : 0;
+  return block_of(kind) ? 2 * scales_of(kind) * ((k + block_of(kind) - 1) / block_of(kind)) : 0;
 }
 
 int64_t value_bits(const Job &job, const Tensor &t) {
-  static const int64_t bits[] = {0, 16, 16, 8, 4, 1};
+  static const int64_t bits[] = {0, 16, 16, 8, 4, 1, 2, 3};
   return job.kind_of(t) == FULL ? 8 * job.residual_bytes : bits[job.kind];
 }
 
@@ -235,8 +243,13 @@ float value_of(const Job &job, const Tensor &t, const uint8_t *payload, int64_t 
   int64_t width = value_bits(job, t), at = scale_bytes(job.kind_of(t), t.k);
   uint64_t bits = bits_at(data + at, i * width, width);
   if (!at) return float_of(bits, job.kind_of(t));
-  float scale = float_of(bits_at(data, i / block_of(job.kind_of(t)) * 16, 16), BRAIN);
-  if (job.kind_of(t) == SIGN) return bits ? -scale : scale;
+  const int64_t kind = job.kind_of(t), block = i / block_of(kind);
+  if (has_magnitudes(kind)) {
+    const int64_t region = (int64_t)bits % scales_of(kind);
+    const float scale = float_of(bits_at(data, (block * scales_of(kind) + region) * 16, 16), BRAIN);
+    return bits >> (width - 1) ? -scale : scale;
+  }
+  float scale = float_of(bits_at(data, block * 16, 16), BRAIN);
   auto j = (int64_t)(bits << (64 - width)) >> (64 - width);
   return scale * (float)j;
 }
@@ -340,12 +353,12 @@ double ulp_of(double value) {
   return (double)std::nextafter(near, INFINITY) - (double)near;
 }
 
-/* Whether e + g == decode(p) + what is left, where residuals are float32: exactly, but for signs and
- * for what float16 saturates by far. */
+/* Whether e + g == decode(p) + what is left, where residuals are float32: exactly, but for
+ * magnitudes that several values share, and for what float16 saturates by far. */
 bool adds_up(int64_t kind, float owed, float sent, float rest) {
   double error = std::fabs((double)sent + (double)rest - (double)owed);
   double largest = std::max({std::fabs(owed), std::fabs(sent), std::fabs(rest)});
-  bool rounded = kind == SIGN || (kind == HALF && std::fabs(owed) >= 0x1p29f);
+  bool rounded = has_magnitudes(kind) || (kind == HALF && std::fabs(owed) >= 0x1p29f);
   return rounded ? error <= ulp_of(largest) : error == 0;
 }
 

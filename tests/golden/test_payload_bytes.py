@@ -151,6 +151,18 @@ KINDS = {
         "80 3f  95 12"  # w: 5, -7, 2 (2.5 rounded to even) and 1 times 7 / 7
         "93 3e  93 02"  # b: 3.5 (3.48), -7.0 and 1.7 times 147 / 512, no less than 2 / 7
     ),
+    "int3": (
+        "40 3f 20 40 a0 40 e0 40"  # w: 0.75, 2.5, 5 and 7
+        "7a 00"  # 5 is 2 of 0 to 3, -7 is minus 3, 2.5 is 1, 0.75 is 0
+        "00 3f 80 3f 00 40 00 00"  # b: 0.5, 1 and 2: the fourth region is empty
+        "31 00"  # 1, minus 2, and 0
+        "00 00 00 00"  # 52 to 56
+    ),
+    "int2": (
+        "d0 3f c0 40  0d"  # w: (2.5 + 0.75) / 2 and (5 + 7) / 2
+        "40 3f 00 40  0c"  # b: (1 + 0.5) / 2 and 2
+        "00 00 00 00 00 00"  # 42 to 48
+    ),
     "sign": (
         "74 40  02"  # w: 244 / 64, next to 7 * (46811 + 65536 + 23405 + 7021) / 65536 / 4
         "95 3f  02"  # b: 149 / 128, next to 2 * (32768 + 65536 + 16384) / 65536 / 3
@@ -162,6 +174,8 @@ READ = {
     "bfloat16": ([5, -7, 2.5, 0.75], [1, -2, 0.5]),
     "int8": (np.array([91, -127, 45, 14]) * 226 / 4096, np.array([63, -126, 32]) * 130 / 8192),
     "int4": ([5, -7, 2, 1], np.array([3, -7, 2]) * 147 / 512),
+    "int3": ([5, -7, 2.5, 0.75], [1, -2, 0.5]),
+    "int2": ([6, -6, 1.625, 1.625], [0.75, -2, 0.75]),
     "sign": ([3.8125, -3.8125, 3.8125, 3.8125], np.array([149, -149, 149]) / 128),
 }
 
@@ -202,6 +216,8 @@ def test_values_of_each_kind_are_read_back(backend: Backend, values: str) -> Non
     [
         ("int8", 128, 127, -254, "80 3f  00 40" + 128 * "7f" + "81"),
         ("int4", 128, 7, -14, "80 3f  00 40" + 64 * "77" + "09"),  # its upper half is 0
+        ("int3", 1024, 1, -3, "80 3f" + 6 * "00" + "40 40" + 6 * "00" + 384 * "00" + "04"),
+        ("int2", 1024, -1, 3, "80 3f 00 00  40 40 00 00" + 256 * "aa" + "00"),
         ("sign", 1024, -1, 3, "80 3f  40 40" + 128 * "ff" + "00"),
     ],
 )
@@ -447,7 +463,7 @@ def test_sound_indices_are_not_refused(backend: Backend, indices: str, numel: in
 
 
 @each_framework
-@pytest.mark.parametrize("values", ["int8", "int4", "sign"])
+@pytest.mark.parametrize("values", ["int8", "int4", "int3", "int2", "sign"])
 @pytest.mark.parametrize("scale", ["80 bf", "80 7f", "80 ff", "c0 7f", "80 80"])
 def test_a_scale_that_cannot_be_is_refused_by_name(
     backend: Backend, values: str, scale: str
@@ -464,7 +480,7 @@ def test_a_scale_that_cannot_be_is_refused_by_name(
 
 
 @each_framework
-@pytest.mark.parametrize("values", ["int8", "int4", "sign"])
+@pytest.mark.parametrize("values", ["int8", "int4", "int3", "int2", "sign"])
 @pytest.mark.parametrize("scale", ["00 00", "00 80", "7f 7f"])
 def test_zeros_and_the_largest_scale_are_read(backend: Backend, values: str, scale: str) -> None:
     plan = kinds_plan(values)

@@ -133,7 +133,8 @@ def test_shards_that_go_together_become_what_each_would(
 
 @pytest.mark.parametrize("selection", ["exact", "sampled"])
 @pytest.mark.parametrize(
-    ("threads", "values"), [(1, "float32"), (2, "float32"), (2, "int8"), (2, "int4"), (2, "sign")]
+    ("threads", "values"),
+    [(1, "float32"), *((2, each) for each in ("float32", "int8", "int4", "int3", "sign"))],
 )
 def test_denormals_count_whatever_a_framework_has_set(
     threads: int, values: str, selection: str, monkeypatch: pytest.MonkeyPatch
@@ -266,7 +267,8 @@ def test_empty_and_nearly_whole(isa: str) -> None:
 
 # Places that no plan has, with nothing behind them.
 
-CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "sign": 5}
+FORMATS = ("float32", "float16", "bfloat16", "int8", "int4", "sign", "int2", "int3")
+CODES = {values: code for code, values in enumerate(FORMATS)}
 INDEX = {"packed": 1, "int16": 2, "int32": 4}
 
 
@@ -331,7 +333,7 @@ def test_a_payload_that_ends_where_memory_ends(isa: str) -> None:
 @pytest.mark.parametrize("offset", [1, 2, 4, 12, 60])
 @pytest.mark.parametrize(
     ("values", "indices"),
-    [("float32", "plain"), ("float16", "packed"), ("int4", "packed"), ("sign", "plain")],
+    [("float32", "plain"), ("float16", "packed"), ("int3", "packed"), ("sign", "plain")],
 )
 def test_memory_that_is_not_aligned(isa: str, values: str, indices: str, offset: int) -> None:
     """Gradients, arenas and payloads at any address."""
@@ -452,8 +454,8 @@ NO_RECIPE = {  # values of a number of a recipe
     ),
     1: (3,),
     2: (
-        10,
-        6,
+        13,
+        8,
         -1,
     ),
     3: (10**6,),
@@ -575,6 +577,20 @@ def test_entries_are_placed_among_zeros(isa: str, numel: int, dtype: torch.dtype
     wanted = torch.zeros(numel, dtype=dtype).index_copy(0, index, values * 0.5)
     assert torch.equal(gradient[3:], wanted)
     assert gradient[:3].tolist() == [1, 1, 1]
+
+
+def test_indices_of_any_layout() -> None:
+    """A copy that is packed lives until the kernel has read it; it is too large for a free list."""
+    numel = 2_000_000
+    index = torch.arange(numel).flip(0).view(-1, 2)[:, 0]
+    values, both = torch.arange(float(numel // 2)), (TorchOps(), TorchOps(kernels=False))
+    found = []
+    for ops in both:
+        taken, left, gradient = ops.take(torch.arange(float(numel)), index), *torch.ones(2, numel)
+        ops.subtract_at(left, index, torch.arange(float(numel))[::2])
+        ops.write_placed(values, index, 0.5, gradient, False)
+        found.append((taken, left, gradient))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

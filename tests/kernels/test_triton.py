@@ -271,7 +271,9 @@ class Pair:
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize("values", ["int4", "float32", "float16", "bfloat16", "int8", "sign"])
+@pytest.mark.parametrize(
+    "values", ["int4", "float32", "float16", "bfloat16", "int8", "int3", "int2", "sign"]
+)
 def case_steps(values: str) -> None:
     """Dense and sparse tensors, odd starts, all dtypes: with commits and a step rolled back."""
     pair = Pair(plan((5, 1501, 3000, 7, 40, 0, 1), KINDS, ratio=0.05, values=values))
@@ -309,7 +311,8 @@ def specials(n: int) -> Iterator[Tensor]:
     ("values", "numel", "ratio"),
     [
         ("int4", 1200, 0.2), ("int4", 300, 1.0), ("float16", 600, 0.05), ("float32", 1200, 0.05),
-        ("bfloat16", 600, 0.05), ("int8", 600, 0.3), ("sign", 1300, 1.0),
+        ("bfloat16", 600, 0.05), ("int8", 600, 0.3), ("sign", 1300, 1.0), ("int3", 1300, 1.0),
+        ("int3", 1300, 0.2), ("int2", 1300, 0.3),
     ],
 )  # fmt: skip
 def case_special_values(values: str, numel: int, ratio: float) -> None:
@@ -544,8 +547,8 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     run = {"ROOM": 8192, "LANES": size.lanes}
     out = {"OUTPUT": size.output, "LANES": 128}
     decode = {"KIND": kind, "RANKS_ROOM": 8, "STEPS": 18, "BLOCK": size.block, **out}
-    one = tables.FLOAT32, tables.BFLOAT16, tables.INT8
-    kinds = one if kind == 2 else (tables.INT4, tables.FLOAT16, tables.SIGN)
+    one = tables.FLOAT32, tables.BFLOAT16, tables.INT8, tables.INT2
+    kinds = one if kind == 2 else (tables.INT4, tables.FLOAT16, tables.SIGN, tables.INT3)
     kernels = [
         compiled(stream, 4, KIND=kind, WEIGHS=kind == 3, TILE=size.tile, **chunk),
         compiled(gather, 4, VALUES=kinds[0], **decode),

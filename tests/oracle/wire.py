@@ -86,19 +86,30 @@ def _values(cursor: Cursor, bucket: BucketPlan, k: int) -> NDArray[Any]:
         return _bfloat16(cursor, k)
     if kind.startswith("float"):
         return cursor.take(kind, k)
-    block = 1024 if kind == "sign" else 128
-    scale = np.repeat(_bfloat16(cursor, -(-k // block)), block)[:k]
+    each = {"int3": 4, "int2": 2, "sign": 1}.get(kind)
+    if each:
+        return _one_of(cursor, k, each)
+    scale = np.repeat(_bfloat16(cursor, -(-k // 128)), 128)[:k]
     assert (scale >= 0).all(), "a scale is negative"
     if kind == "int8":
         multiple = cursor.take("i1", k).astype(np.float32)
         assert (multiple > -128).all()
-    elif kind == "int4":
+    else:
         nibbles = cursor.bits(4 * k).reshape(k, 4) @ [1, 2, 4, -8]
         assert (nibbles > -8).all()
         multiple = nibbles.astype(np.float32)
-    else:
-        multiple = np.where(cursor.bits(k), -1, 1).astype(np.float32)
     return scale * multiple
+
+
+def _one_of(cursor: Cursor, k: int, each: int) -> NDArray[Any]:
+    """The next k values, each of which is plus or minus one of `each` scales of its block."""
+    scales = _bfloat16(cursor, each * -(-k // 1024))
+    assert (scales >= 0).all(), "a scale is negative"
+    bits = each.bit_length()
+    entries = cursor.bits(bits * k).reshape(k, bits)
+    number = entries[:, :-1] @ [1 << bit for bit in range(bits - 1)] if bits > 1 else 0
+    scale = scales[np.arange(k) // 1024 * each + number]
+    return scale * np.where(entries[:, -1], -1, 1).astype(np.float32)
 
 
 def _packed(cursor: Cursor, n: int, k: int) -> NDArray[Any]:

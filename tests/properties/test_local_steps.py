@@ -645,7 +645,7 @@ def _few_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_presets(name: str) -> None:
     (rank,) = run(1, lambda n, c: Rank(n, c, name))
     assert rank.optimizer._config == LocalConfig(**PRESETS[name].settings)

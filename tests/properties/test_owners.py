@@ -87,7 +87,7 @@ def waiting(world: World) -> dict[str, NDArray[Any]]:
 @pytest.mark.one_in(5)
 @each_backend
 @each_row
-@pytest.mark.parametrize("values", ["float32", "int8", "int4", "sign"])
+@pytest.mark.parametrize("values", ["float32", "int8", "int4", "int3", "int2", "sign"])
 def test_applied_and_waiting_are_the_sum_of_all_means(
     backend: Backend, exchange: str, nodes: Nodes, values: str
 ) -> None:

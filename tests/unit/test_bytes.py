@@ -245,3 +245,15 @@ def test_local_steps_divide_the_bytes_of_an_exchange(capsys: pytest.CaptureFixtu
     assert [line[0] for line in lines] == list(VALUES)
     for _, exchange, step, _ in lines:
         assert round(int(exchange) / 30) == int(step)
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "least"),
+    [("resnet50", "int2", 202), ("gpt2", "int2", 203), ("gpt2", "int3", 184)],
+)
+def test_two_bits_at_one_in_sixty_four_are_two_hundred_times_fewer_bytes(
+    model: str, values: str, least: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scales, headers and small tensors included, with an allgather among two ranks."""
+    cli.main(["bytes", "--model", model, "--ratio", str(1 / 64), "--ranks", "2"])
+    assert rows(capsys.readouterr().out)["allgather", values][1] > least

@@ -92,7 +92,7 @@ def test_ratios_within_the_limits(ratio: float) -> None:
     assert type(accepted) is float
 
 
-KINDS = "'float32', 'float16', 'bfloat16', 'int8', 'int4', 'sign'"
+KINDS = "'float32', 'float16', 'bfloat16', 'int8', 'int4', 'int3', 'int2', 'sign'"
 SELECTIONS = "'exact', 'sampled'"
 EXCHANGES = "'allgather', 'sharded', 'hierarchical', 'auto'"
 SHARE = "Pass the share of elements to send, such as ratio=0.01"

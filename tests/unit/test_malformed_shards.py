@@ -36,6 +36,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {  # saving ranks, and what wa
     "momentum int8": (4, {"values": "int8", "momentum": 0.9}),
     "sharded warm-up": (5, {"exchange": "sharded", **WARMUP}),
     "hierarchical int4": (4, {"exchange": "hierarchical", "values": "int4"}),
+    "sharded int2": (2, {"exchange": "sharded", "values": "int2"}),
 }
 SEEDS = range(4)
 

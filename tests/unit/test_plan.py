@@ -322,6 +322,11 @@ def test_reductions() -> None:
         ("int8", 129, 4 + 129),
         ("int4", 1, 2 + 1),
         ("int4", 129, 4 + 65),
+        ("int3", 1, 8 + 1),
+        ("int3", 1024, 8 + 384),
+        ("int3", 1025, 16 + 385),
+        ("int2", 5, 4 + 2),
+        ("int2", 1025, 8 + 257),
         ("sign", 8, 2 + 1),
         ("sign", 1024, 2 + 128),
         ("sign", 1025, 4 + 129),
@@ -357,7 +362,7 @@ def entropy(numel: int, k: int) -> float:
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.05, 0.01, 0.001, 0.0001])
-@pytest.mark.parametrize("values", ["int8", "int4", "sign"])
+@pytest.mark.parametrize("values", ["int8", "int4", "int3", "int2", "sign"])
 def test_entries_are_hardly_longer_than_they_must_be(values: str, ratio: float) -> None:
     """Scales and all: within 8% of the entropy of the places and the bits of the values."""
     numel = 10**8

@@ -81,6 +81,7 @@ def stepped(optimizer: Any, variable: Any, *, graph: bool) -> Any:
     return variable.numpy()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("library", "name", "graph"),
     [

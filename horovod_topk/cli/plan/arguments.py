@@ -220,11 +220,11 @@ def check(args: argparse.Namespace) -> Asked:
         raise ValueError(f"--crowd {args.crowd}: give --cores too, the cores that they share")
     if args.momentum and optimizer_of(args.optimizer or PLAIN):
         raise ValueError("--momentum --optimizer: TopKEF does one of the two; give one")
-    if set(args.values) == {TOO_COARSE}:
+    if set(args.values) <= set(TOO_COARSE):
+        given = " ".join(args.values)
         raise ValueError(
-            f"--values {TOO_COARSE}: the verdict never recommends it, because training with it "
-            "diverged or lost much quality (docs/frontier.md). Add another format, as in "
-            f"--values int4 {TOO_COARSE}"
+            f"--values {given}: the verdict never recommends it, because training with it diverged "
+            f"or lost quality (docs/frontier.md). Add another format, as in --values int4 {given}"
         )
     return Asked(
         args,

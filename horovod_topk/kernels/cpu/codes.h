@@ -17,17 +17,20 @@ constexpr float LIMIT = 0x1p127f;     // values with a scale saturate here
 constexpr int SCALED_UNITS = 65536;   // for exact sums, magnitudes are multiples of largest / 65536
 
 inline int64_t block_of(int64_t kind) {
-  return kind == topkef::INT8 || kind == topkef::INT4 ? 128 : kind == topkef::SIGN ? 1024 : 0;
+  return kind == topkef::INT8 || kind == topkef::INT4 ? 128 : kind >= topkef::SIGN && kind < topkef::MINMAX ? 1024 : 0;
 }
 
-/* Bytes of the scales before `count` values. */
-inline int64_t scale_bytes(int64_t kind, int64_t count) {
-  int64_t block = block_of(kind);
-  return block ? 2 * ((count + block - 1) / block) : 0;
+/* Number of scales before `count` values. */
+inline int64_t scales_of(int64_t kind, int64_t count) {
+  const int64_t block = block_of(kind), each = kind == topkef::INT3 ? 4 : kind == topkef::INT2 ? 2 : 1;
+  return block ? each * ((count + block - 1) / block) : 0;
 }
+
+/* Their bytes. */
+inline int64_t scale_bytes(int64_t kind, int64_t count) { return 2 * scales_of(kind, count); }
 
 inline int64_t value_bytes(int64_t kind, int64_t count, int64_t residual_bytes) {
-  static const int64_t bits[] = {0, 16, 16, 8, 4, 1};
+  static const int64_t bits[] = {0, 16, 16, 8, 4, 1, 2, 3};
   if (kind == topkef::FULL) return count * residual_bytes;
   return scale_bytes(kind, count) + (count * bits[kind] + 7) / 8;
 }

@@ -11,6 +11,7 @@
 #include "codes.h"
 #include "float_formats.h"
 #include "topk/index_coding.h"
+#include "topk/magnitudes.h"
 #include "passes.h"
 #include "topk/select_k.h"
 #include "tile.h"
@@ -461,6 +462,8 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   fill_kind<R, Plain<R, Brain>>(passes, topkef::BRAIN, pack_short<R, Brain>);
   fill_kind<R, Multiple<R, topkef::INT8>>(passes, topkef::INT8, pack_multiples<R, topkef::INT8>);
   fill_kind<R, Multiple<R, topkef::INT4>>(passes, topkef::INT4, pack_multiples<R, topkef::INT4>);
+  fill_kind<R, Magnitude<R, topkef::INT2, 2>>(passes, topkef::INT2, pack_magnitudes<R, topkef::INT2, 2>);
+  fill_kind<R, Magnitude<R, topkef::INT3, 3>>(passes, topkef::INT3, pack_magnitudes<R, topkef::INT3, 3>);
   passes->unpack[topkef::BRAIN] = unpack_short<R>;
   passes->unpack[topkef::INT8] = unpack_multiples<R, topkef::INT8>;
   passes->unpack[topkef::INT4] = unpack_multiples<R, topkef::INT4>;
@@ -471,7 +474,10 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   fill_coder<R, Dithered<false>>(passes, topkef::DITHERED);
   fill_coder<R, Dithered<true>>(passes, topkef::DITHERED_L2);
   fill_coder<R, Ternary>(passes, topkef::TERNARY);
-  passes->is_sound[topkef::INT8] = passes->is_sound[topkef::INT4] = are_sound_multiples;
+  passes->is_sound[topkef::INT8] = has_sound_scales<topkef::INT8>;
+  passes->is_sound[topkef::INT4] = has_sound_scales<topkef::INT4>;
+  passes->is_sound[topkef::INT2] = has_sound_scales<topkef::INT2>;
+  passes->is_sound[topkef::INT3] = has_sound_scales<topkef::INT3>;
   passes->stream = stream_out<R>;
   passes->random = random_words;
 }

@@ -11,8 +11,8 @@ namespace topkef {
 
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT64 = 3, DTYPES = 4 };
 
-/* Kinds of values: in the residual's dtype, as shorter floats, as multiples of a block's scale, or, from
- * MINMAX on, of a coder that sends all elements of a tensor (coders.h). */
+/* Kinds of values: in the residual's dtype, as shorter floats, as multiples of a block's scale, as plus
+ * or minus one of a block's scales (SIGN, INT2 and INT3), or, from MINMAX on, of a coder that sends all elements of a tensor (coders.h). */
 enum Kind {
   FULL = 0,
   HALF = 1,
@@ -20,12 +20,14 @@ enum Kind {
   INT8 = 3,
   INT4 = 4,
   SIGN = 5,
-  MINMAX = 6,        // ByteGrad
-  MEANS = 7,        // OneBit
-  DITHERED = 8,     // QSGD, by the largest magnitude of a block
-  DITHERED_L2 = 9,  // QSGD, by its norm
-  TERNARY = 10,     // TernGrad, unclipped and with its own scale
-  KINDS = 11
+  INT2 = 6,
+  INT3 = 7,
+  MINMAX = 8,        // ByteGrad
+  MEANS = 9,         // OneBit
+  DITHERED = 10,     // QSGD, by the largest magnitude of a block
+  DITHERED_L2 = 11,  // QSGD, by its norm
+  TERNARY = 12,      // TernGrad, unclipped and with its own scale
+  KINDS = 13
 };
 
 /* Kinds of indices: none, as all elements are sent, in the bucket's kind of values or, if AS_IS, in the

@@ -21,7 +21,7 @@ import os
 from collections.abc import Sequence
 from types import ModuleType
 
-from horovod_topk.kernels.triton.topk.tables import AS_IS, FLOAT32, HEAD, PACKED, SHARE, SIGN
+from horovod_topk.kernels.triton.topk.tables import AS_IS, FLOAT32, HEAD, INT3, PACKED, SHARE
 
 OLDEST = 3, 6  # the oldest Triton that compiles the kernels, and launches them as `launching` does
 _FLOAT64 = 8  # bytes
@@ -63,7 +63,7 @@ def version() -> str:
 
 
 def _unfit(recipe: Sequence[int]) -> str | None:
-    if recipe[2] > SIGN:
+    if recipe[2] > INT3:
         return "its kind of values has no Triton kernel"
     if recipe[6] != 1:
         return "its gradients are split into shards"

@@ -24,7 +24,7 @@ from training import Setup, Task, noise
 from witness import assert_ranks_equal, residuals
 from world import CONTROLLER, hvd
 
-pytestmark = pytest.mark.everywhere(one_in=4)
+pytestmark = pytest.mark.everywhere(one_in=6)
 
 STEPS = 6
 SPARSE = {"ratio": 0.1, "min_numel": 0}

@@ -234,8 +234,7 @@ def test_a_nan_rolls_the_round_back() -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("preset", ["local_sgd", "diloco", "sparseloco"])
 def test_presets(preset: str) -> None:
-    made = {"compression": TopKEF(ratio=0.1)} if preset == "sparseloco" else {}
-    alone = Alone(preset=preset, every=2, **made).take(4)
+    alone = Alone(preset=preset, every=2).take(4)
     assert_ranks_equal(alone.weights)
     assert alone.local.rounds == 2
 

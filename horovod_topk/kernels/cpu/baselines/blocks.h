@@ -241,8 +241,9 @@ void add_blocks(void *sum, int64_t base, int64_t count, const topkef::Rows *rows
   }
 }
 
-inline bool are_sound_multiples(const uint8_t *data, int64_t total, const Format &) {
-  return are_scales(data, blocks_of(total, block_of(topkef::INT8)));
+template <int kind>
+bool has_sound_scales(const uint8_t *data, int64_t total, const Format &) {
+  return are_scales(data, scales_of(kind, total));
 }
 
 template <class Coder>

@@ -2,8 +2,9 @@
 # ruff: noqa: N803
 """Formats of values and indices in a payload: load entries, and encode values.
 
-`horovod_topk.ops.protocol.Ops.pack_values` defines the formats. int8, int4 and sign have a bfloat16
-scale for each block of entries, then a multiple of it for each entry. A tensor's values may begin
+`horovod_topk.ops.protocol.Ops.pack_values` defines the formats. int8 and int4 have a bfloat16
+scale for each block of entries, then a multiple of it for each entry; int3, int2 and sign have 4, 2
+or 1 scales, then for each entry the number of one, and a sign. A tensor's values may begin
 at any byte, so that scales are loaded and stored byte by byte.
 """
 
@@ -18,9 +19,10 @@ from horovod_topk.ops import coding
 
 FLOAT32, FLOAT16 = tl.constexpr(tables.FLOAT32), tl.constexpr(tables.FLOAT16)
 BFLOAT16, INT8 = tl.constexpr(tables.BFLOAT16), tl.constexpr(tables.INT8)
-INT4 = tl.constexpr(tables.INT4)
+INT4, INT3, INT2 = tl.constexpr(tables.INT4), tl.constexpr(tables.INT3), tl.constexpr(tables.INT2)
 BLOCK = tl.constexpr(coding.BLOCK["int4"])  # entries that share a scale; also for int8
-SIGN_BLOCK = tl.constexpr(coding.BLOCK["sign"])
+SIGN_BLOCK = tl.constexpr(coding.BLOCK["sign"])  # also for int3 and int2
+ROUNDS = tl.constexpr(coding.ROUNDS)
 LIMIT = tl.constexpr(coding.LIMIT)
 UNIT = tl.constexpr(float(coding.UNIT))
 FLOAT16_MAX = tl.constexpr(65504.0)
@@ -54,18 +56,52 @@ def multiple_at(
 
     Where not `mask`, the result is 0.
     """
-    share: tl.constexpr = 8 // BITS  # entries in a byte
-    scales = section + at // BLOCK * 2
+    body = section + (k + BLOCK - 1) // BLOCK * 2
+    code = code_at(body, at, mask, BITS)
+    multiple = (code ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
+    return multiple.to(tl.float32) * scale_at(section, at // BLOCK, mask)
+
+
+@triton.jit
+def magnitude_at(
+    section: tl.tensor, k: tl.tensor, at: tl.tensor, mask: tl.tensor, BITS: tl.constexpr
+) -> tl.tensor:
+    """Load entries `at` of a tensor's k values, each in BITS bits: one of the scales, and a sign.
+
+    Where not `mask`, the result is 0.
+    """
+    each: tl.constexpr = 1 << (BITS - 1)  # scales of a block
+    body = section + (k + SIGN_BLOCK - 1) // SIGN_BLOCK * (2 * each)
+    code = code_at(body, at, mask, BITS)
+    scale = scale_at(section, at // SIGN_BLOCK * each + code % each, mask)
+    return (1 - 2 * (code // each)).to(tl.float32) * scale
+
+
+@triton.jit
+def code_at(body: tl.tensor, at: tl.tensor, mask: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """Load the codes of entries `at`, of BITS bits each, as int32."""
+    if 8 % BITS == 0:
+        share: tl.constexpr = 8 // BITS  # entries in a byte
+        word = tl.load(body + at // share, mask=mask, other=0).to(tl.int32)
+        shift = at % share * BITS
+    else:
+        group = body + at // 8 * BITS
+        shift = at % 8 * BITS
+        low = tl.load(group + shift // 8, mask=mask, other=0).to(tl.int32)
+        crosses = shift % 8 + BITS > 8
+        high = tl.load(group + shift // 8 + 1, mask=mask & crosses, other=0).to(tl.int32)
+        word = low | (high << 8)
+        shift = shift % 8
+    return (word >> shift) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def scale_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Load scales `at` of a tensor, as float32."""
+    scales = section + at * 2
     low = tl.load(scales, mask=mask, other=0).to(tl.int32)
     high = tl.load(scales + 1, mask=mask, other=0).to(tl.int32)
-    body = section + (k + BLOCK - 1) // BLOCK * 2
-    byte = tl.load(body + at // share, mask=mask, other=0).to(tl.int32)
-    code = (byte >> (at % share * BITS)) & ((1 << BITS) - 1)
-    if BITS == 1:
-        multiple = 1 - 2 * code
-    else:
-        multiple = (code ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
-    return multiple.to(tl.float32) * widened_bits(low | (high << 8))
+    return widened_bits(low | (high << 8))
 
 
 @triton.jit
@@ -85,8 +121,12 @@ def value_at(
         value = multiple_at(section, k, at, mask, 8, BLOCK)
     elif VALUES == INT4:
         value = multiple_at(section, k, at, mask, 4, BLOCK)
+    elif VALUES == INT3:
+        value = magnitude_at(section, k, at, mask, 3)
+    elif VALUES == INT2:
+        value = magnitude_at(section, k, at, mask, 2)
     else:
-        value = multiple_at(section, k, at, mask, 1, SIGN_BLOCK)
+        value = magnitude_at(section, k, at, mask, 1)
     return value
 
 
@@ -143,36 +183,16 @@ def pack_floats(
 
 
 @triton.jit
-def mean_bits(magnitudes: tl.tensor, largest: tl.tensor, filled: tl.tensor) -> tl.tensor:
-    """Return mean magnitudes of blocks with `filled` entries, rounded to bfloat16, as int32."""
-    unit = widened_bits(above_bits(largest)).to(tl.float64)
-    divisor = tl.where(unit > 0, unit, 1.0)[:, None]
-    total = tl.sum(tl.floor(magnitudes.to(tl.float64) / divisor * UNIT), 1)
-    mean = unit * (total / (tl.maximum(filled, 1).to(tl.float64) * UNIT))
-    return bfloat16_bits(mean.to(tl.float32))
-
-
-@triton.jit
-def multiples(
-    values: tl.tensor, filled: tl.tensor, BITS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return (each block's scale as bfloat16 bits, each value's multiple of it) of [ROWS, BLOCK].
-
-    filled: number of entries of each block; the others are 0.
-    """
+def multiples(values: tl.tensor, BITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return each block's scale as bfloat16 bits, and each value's multiple: [ROWS, BLOCK]."""
+    most: tl.constexpr = (1 << (BITS - 1)) - 1
     values = finite(values)
-    magnitudes = tl.abs(values)
-    largest = tl.max(magnitudes, 1)
-    if BITS == 1:
-        scales = mean_bits(magnitudes, largest, filled)
-        whole = tl.where(values < 0, -1.0, 1.0)
-    else:
-        most: tl.constexpr = (1 << (BITS - 1)) - 1
-        scales = above_bits(tl.math.div_rn(largest, tl.full(largest.shape, most, tl.float32)))
-        scale = widened_bits(scales)
-        divisor = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], values.shape)
-        whole = (tl.math.div_rn(values, divisor) + TO_WHOLE) - TO_WHOLE
-        whole = tl.minimum(tl.maximum(whole, -most), most)
+    largest = tl.max(tl.abs(values), 1)
+    scales = above_bits(tl.math.div_rn(largest, tl.full(largest.shape, most, tl.float32)))
+    scale = widened_bits(scales)
+    divisor = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], values.shape)
+    whole = (tl.math.div_rn(values, divisor) + TO_WHOLE) - TO_WHOLE
+    whole = tl.minimum(tl.maximum(whole, -most), most)
     return scales, whole
 
 
@@ -190,20 +210,146 @@ def pack_multiples(
 
     values: [ROWS, BLOCK], 0 beyond the k-th.
     """
-    share: tl.constexpr = 8 // BITS  # entries in a byte
     row = row0 + tl.arange(0, ROWS)
-    scales, whole = multiples(values, tl.minimum(k - row * BLOCK, BLOCK), BITS)
+    scales, whole = multiples(values, BITS)
     count = (k + BLOCK - 1) // BLOCK
-    tl.store(section + row * 2, (scales & 0xFF).to(tl.uint8), mask=row < count)
-    tl.store(section + row * 2 + 1, (scales >> 8).to(tl.uint8), mask=row < count)
-    if BITS == 1:
-        codes = (whole < 0).to(tl.int32)
-    else:
-        codes = whole.to(tl.int32) & ((1 << BITS) - 1)
+    put_scales(section, row, scales, row < count)
+    codes = whole.to(tl.int32) & ((1 << BITS) - 1)
+    put_codes(section + count * 2, k, row, codes, BITS, BLOCK, ROWS)
+    return whole * widened_bits(scales)[:, None]
+
+
+@triton.jit
+def put_scales(section: tl.tensor, at: tl.tensor, bits: tl.tensor, mask: tl.tensor) -> None:
+    """Write scales `at` of a tensor, from the bits of bfloat16 numbers."""
+    tl.store(section + at * 2, (bits & 0xFF).to(tl.uint8), mask=mask)
+    tl.store(section + at * 2 + 1, (bits >> 8).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def put_codes(
+    body: tl.tensor,
+    k: tl.tensor,
+    row: tl.tensor,
+    codes: tl.tensor,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Write the codes of the blocks `row` of k values: [ROWS, BLOCK], 0 beyond the k-th."""
+    share: tl.constexpr = 8 // BITS if 8 % BITS == 0 else 8  # entries in the fewest whole bytes
+    wide: tl.constexpr = share * BITS // 8  # these bytes
     if share > 1:
         codes = codes << (tl.arange(0, BLOCK) % share * BITS)[None, :]
         codes = tl.sum(tl.reshape(codes, [ROWS, BLOCK // share, share]), 2)
-    byte = row[:, None] * (BLOCK // share) + tl.arange(0, BLOCK // share)[None, :]
-    mask = byte < (k + share - 1) // share
-    tl.store(section + count * 2 + byte, codes.to(tl.uint8), mask=mask)
-    return whole * widened_bits(scales)[:, None]
+    group = row[:, None] * (BLOCK // share) + tl.arange(0, BLOCK // share)[None, :]
+    for part in tl.static_range(wide):
+        byte = group * wide + part
+        mask = byte < (k * BITS + 7) // 8
+        tl.store(body + byte, ((codes >> (8 * part)) & 0xFF).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def counted(parts: tl.tensor, limit: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the number and the sum of each row's integers above a limit."""
+    exceeds = parts > limit[:, None]
+    return tl.sum(exceeds.to(tl.int32), 1), tl.sum(tl.where(exceeds, parts, 0), 1)
+
+
+@triton.jit
+def mean(count: tl.tensor, total: tl.tensor, least: tl.tensor) -> tl.tensor:
+    """Return a region's mean, rounded down; of an empty region its lower limit."""
+    return tl.maximum(total // tl.maximum(count, 1), least)
+
+
+@triton.jit
+def mean_bits(unit: tl.tensor, count: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """Return a region's mean magnitude, rounded to bfloat16, as int32; 0 if it is empty."""
+    filled = tl.maximum(count, 1).to(tl.float64) * UNIT
+    return bfloat16_bits((unit * (total.to(tl.float64) / filled)).to(tl.float32))
+
+
+@triton.jit
+def halved(
+    parts: tl.tensor, count: tl.tensor, total: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Divide rows into two regions: return the limit, and (number, sum) of what is above it."""
+    limit = mean(count, total, count * 0)
+    more, most = counted(parts, limit)
+    for _ in tl.static_range(ROUNDS):
+        low = mean(count - more, total - most, count * 0)
+        limit = (low + mean(more, most, limit)) // 2
+        more, most = counted(parts, limit)
+    return limit, more, most
+
+
+@triton.jit
+def pack_magnitudes(
+    section: tl.tensor,
+    k: tl.tensor,
+    row0: tl.tensor,
+    values: tl.tensor,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """`pack_multiples` for values that are plus or minus one of their block's scales."""
+    each: tl.constexpr = 1 << (BITS - 1)  # scales of a block
+    row = row0 + tl.arange(0, ROWS)
+    blocks = (k + BLOCK - 1) // BLOCK
+    values = finite(values)
+    magnitudes = tl.abs(values)
+    unit = widened_bits(above_bits(tl.max(magnitudes, 1))).to(tl.float64)
+    divisor = tl.where(unit > 0, unit, 1.0)[:, None]
+    parts = tl.floor(magnitudes.to(tl.float64) / divisor * UNIT).to(tl.int32)
+    count = tl.maximum(tl.minimum(k - row * BLOCK, BLOCK), 0)
+    total = tl.sum(parts, 1)
+    at = row * each
+    there = row < blocks
+    if BITS == 1:
+        first = mean_bits(unit, count, total)
+        put_scales(section, at, first, there)
+        region = parts * 0
+        scale = tl.broadcast_to(widened_bits(first)[:, None], parts.shape)
+    elif BITS == 2:
+        limit, more, most = halved(parts, count, total)
+        first = mean_bits(unit, count - more, total - most)
+        second = mean_bits(unit, more, most)
+        put_scales(section, at, first, there)
+        put_scales(section, at + 1, second, there)
+        region = (parts > limit[:, None]).to(tl.int32)
+        scale = widened_bits(tl.where(region == 1, second[:, None], first[:, None]))
+    else:
+        limit1, more1, most1 = halved(parts, count, total)
+        limit0 = mean(count - more1, total - most1, count * 0)
+        limit2 = mean(more1, most1, limit1)
+        more0, most0 = counted(parts, limit0)
+        more1, most1 = counted(parts, limit1)
+        more2, most2 = counted(parts, limit2)
+        for _ in tl.static_range(ROUNDS):
+            mean0 = mean(count - more0, total - most0, count * 0)
+            mean1 = mean(more0 - more1, most0 - most1, limit0)
+            mean2 = mean(more1 - more2, most1 - most2, limit1)
+            mean3 = mean(more2, most2, limit2)
+            limit0 = (mean0 + mean1) // 2
+            limit1 = (mean1 + mean2) // 2
+            limit2 = (mean2 + mean3) // 2
+            more0, most0 = counted(parts, limit0)
+            more1, most1 = counted(parts, limit1)
+            more2, most2 = counted(parts, limit2)
+        first = mean_bits(unit, count - more0, total - most0)
+        second = mean_bits(unit, more0 - more1, most0 - most1)
+        third = mean_bits(unit, more1 - more2, most1 - most2)
+        fourth = mean_bits(unit, more2, most2)
+        put_scales(section, at, first, there)
+        put_scales(section, at + 1, second, there)
+        put_scales(section, at + 2, third, there)
+        put_scales(section, at + 3, fourth, there)
+        region = (parts > limit0[:, None]).to(tl.int32) + (parts > limit1[:, None]).to(tl.int32)
+        region += (parts > limit2[:, None]).to(tl.int32)
+        lower = tl.where(region == 1, second[:, None], first[:, None])
+        upper = tl.where(region == 3, fourth[:, None], third[:, None])
+        scale = widened_bits(tl.where(region < 2, lower, upper))
+    minus = (values < 0).to(tl.int32)
+    put_codes(section + blocks * (2 * each), k, row, region + minus * each, BITS, BLOCK, ROWS)
+    return tl.where(values < 0, -scale, scale)

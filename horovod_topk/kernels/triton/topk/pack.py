@@ -13,10 +13,13 @@ import triton.language as tl
 
 from horovod_topk.kernels.triton.topk.formats import (
     BFLOAT16,
+    INT2,
+    INT3,
     INT4,
     INT8,
     halves_at,
     pack_floats,
+    pack_magnitudes,
     pack_multiples,
     words_at,
 )
@@ -59,6 +62,10 @@ def pack(
         sent = pack_multiples(values, k, row0, a, 8, BLOCK, ROWS)
     elif VALUES == INT4:
         sent = pack_multiples(values, k, row0, a, 4, BLOCK, ROWS)
+    elif VALUES == INT3:
+        sent = pack_magnitudes(values, k, row0, a, 3, BLOCK, ROWS)
+    elif VALUES == INT2:
+        sent = pack_magnitudes(values, k, row0, a, 2, BLOCK, ROWS)
     else:
-        sent = pack_multiples(values, k, row0, a, 1, BLOCK, ROWS)
+        sent = pack_magnitudes(values, k, row0, a, 1, BLOCK, ROWS)
     tl.store(elements, a - sent, mask=there)  # NaN or infinite where `a` is

@@ -19,8 +19,9 @@ from functools import cached_property
 from horovod_topk.ops import coding
 
 HEAD, SHARE = 9, 10  # numbers in a recipe for the bucket, and for each tensor
-FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, SIGN = range(6)  # kinds of values
-BLOCKS = {INT8: coding.BLOCK["int8"], INT4: coding.BLOCK["int4"], SIGN: coding.BLOCK["sign"]}
+FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, SIGN, INT2, INT3 = range(8)  # kinds of values
+_SCALED = {INT8: "int8", INT4: "int4", SIGN: "sign", INT2: "int2", INT3: "int3"}
+BLOCKS = {kind: coding.BLOCK[name] for kind, name in _SCALED.items()}
 _USED = 7  # numbers of a tensor that are used: gradients are not split into shards
 PACKED = 1  # a kind of indices that the kernels do not support
 AS_IS = 3  # the kind of a tensor that is sent whole, in the residual's dtype: float32 here
@@ -163,7 +164,7 @@ class Tables:
 
     @property
     def block(self) -> int:
-        """Number of entries that share a scale; any number for values without scales."""
+        """Number of entries that share their scales; any number for values without scales."""
         return BLOCKS.get(self.head.values, 128)
 
     @property
