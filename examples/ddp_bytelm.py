@@ -49,7 +49,7 @@ def local_steps(module: nn.Module, inner: torch.optim.Optimizer, args: Any) -> d
     found = parse("Dense" if args.compression in ("none", "fp16") else args.compression)
     compressor = getattr(ddp, found.name)(**found.settings)
     named, every = module.named_parameters(), args.local_steps
-    return ddp.LocalSteps(inner, named, every=every, compression=compressor, decay=0.95)
+    return ddp.LocalSteps(inner, named, every=every, compression=compressor)
 
 
 def save(folder: Path, step: int, parts: list[Any], compressed: Any) -> None:

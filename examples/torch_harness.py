@@ -40,7 +40,7 @@ def local_steps(args: argparse.Namespace, model: nn.Module, inner: Optimizer) ->
     dense = {"none": Dense(), "fp16": Dense(values="float16")}
     compressor = dense.get(args.compression) or compression(args)
     named = model.named_parameters()
-    return LocalSteps(inner, named, every=args.local_steps, compression=compressor, decay=0.95)
+    return LocalSteps(inner, named, every=args.local_steps, compression=compressor)
 
 
 def batches(*columns: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:

@@ -15,6 +15,8 @@ from horovod_topk.errors import ConfigError, UnknownSettingError, check
 
 FORMS = ("nesterov", "heavy_ball", "averaged")
 MOST = 2**20  # inner steps of a round
+SPARSE = 1 / 8  # largest ratio at which elements wait for several rounds
+USUAL = {"ratio": 1 / 64, "values": "int2", "momentum": 0}  # of TopKEF, if none is given
 
 
 def _check_number(setting: str, value: Any, least: float, most: float, example: float) -> None:
@@ -68,8 +70,11 @@ class LocalConfig:
         every: inner steps from one outer step to the next, at least 1; or seconds, such as "60s".
             With seconds each rank takes as many inner steps as it manages, and its movement counts
             by their number; train until `rounds` has reached a number, not for a number of steps.
-        outer: the outer optimizer.
-        decay: what a residual is multiplied by after an outer step, in (0, 1].
+        outer: the outer optimizer. `LocalSteps` without it takes Outer(lr=2.0) for compressors that
+            send at most an eighth of the elements, as elements then wait for several rounds, and
+            Outer(lr=0.7, momentum=0.5) for others.
+        decay: what a residual is multiplied by after an outer step, in (0, 1]. `LocalSteps` without
+            it takes 0.9 for these compressors: an element that waits moves again in each round.
         fragments: parts of the model of about equal size, one of which is exchanged in turn every
             `every / fragments` steps.
         delay: inner steps between the start of an exchange, which then runs in the background, and
@@ -194,6 +199,16 @@ def preset_of(name: str) -> Preset:
     """
     check_choice("preset", name, tuple(PRESETS))
     return PRESETS[name]
+
+
+def defaults(ratio: float) -> dict[str, Any]:
+    """Settings that `LocalSteps` takes if they are not given (docs/local-steps.md).
+
+    ratio: share of the elements that the compressor sends.
+    """
+    if ratio <= SPARSE:
+        return {"outer": Outer(lr=2.0), "decay": 0.9}
+    return {"outer": Outer(lr=0.7, momentum=0.5)}
 
 
 def check_compression(config: Any) -> None:

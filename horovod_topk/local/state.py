@@ -25,7 +25,13 @@ from horovod_topk.core.state.state_dict import LOCAL
 from horovod_topk.errors import ConfigError, PlanMismatchError, StateDictError
 from horovod_topk.local.outer import Rule, Told, check_tells
 from horovod_topk.local.rounds import Fragment, Rounds, Weights
-from horovod_topk.local.settings import LocalConfig, check_compression, preset_of
+from horovod_topk.local.settings import (
+    USUAL,
+    LocalConfig,
+    check_compression,
+    defaults,
+    preset_of,
+)
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops import Ops
 
@@ -46,7 +52,7 @@ def chosen(
 
     Args:
         preset: the name of published settings, which the others replace; None: there are none.
-        compression: a compressor, its class, or None: the preset's, or `TopKEF`.
+        compression: a compressor, its class, or None: the preset's, or `TopKEF` with `USUAL`.
         settings: the fields of `LocalConfig` that are given.
         compressors: the base class of the adapter's compressors.
 
@@ -60,7 +66,7 @@ def chosen(
         if compression is None:
             compression = compressors.named(published.method, module)(**published.compression)
     if compression is None:
-        compression = compressors.named("TopKEF", module)
+        compression = compressors.named("TopKEF", module)(**USUAL)
     compressor = compressors.asked(compression)
     if compressor is None:
         raise ConfigError(
@@ -68,7 +74,7 @@ def chosen(
             "has replaced it",
             cure="Pass Dense, Dense(values='bfloat16') or TopKEF",
         )
-    return compressor, LocalConfig.of(settings)
+    return compressor, LocalConfig.of({**defaults(compressor.config.ratio), **settings})
 
 
 class LocalState(Attached[StepRunner[Array]], Generic[Array]):

@@ -142,7 +142,8 @@ class LocalSteps:
         variables: all that are trained.
         preset: "local_sgd", "diloco" or "sparseloco": published settings, which other arguments
             replace.
-        compression: the compressor of movements, a class or an instance; `TopKEF` by default.
+        compression: the compressor of movements, a class or an instance;
+            `TopKEF(ratio=1 / 64, values="int2")` by default.
         averaged: further variables that are averaged at outer steps, such as the statistics of
             batch norm. Others stay each rank's own.
         offload: keep anchors, outer momentum and residuals in the host's memory, and encode there.

@@ -107,7 +107,8 @@ class LocalSteps(Optimizer):
         named_parameters: all of its parameters with names, as of `model.named_parameters()`.
         preset: "local_sgd", "diloco" or "sparseloco": published settings, which other arguments
             replace.
-        compression: the compressor of movements, a class or an instance; `TopKEF` by default.
+        compression: the compressor of movements, a class or an instance;
+            `TopKEF(ratio=1 / 64, values="int2")` by default.
         named_buffers: buffers that are averaged at outer steps, such as
             `model.named_buffers()` for the statistics of batch norm. Those of whole numbers stay as
             they are. Without it, each rank keeps its own.

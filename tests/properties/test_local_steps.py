@@ -55,6 +55,8 @@ class Rank:
             for name, shape in SHAPES.items()
         }
         named = self.weights.items()
+        if not preset:  # formulas in these tests are of plain averages
+            settings = {"outer": Outer(), "decay": 1.0, **settings}
         self.optimizer = LocalSteps(
             inner(self.weights.values()), named, *preset, collective=collective, **settings
         )
@@ -645,9 +647,22 @@ def _few_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def test_defaults_depend_on_what_is_sent() -> None:
+    def made(compression: Any, **given: Any) -> LocalConfig:
+        weights = nn.Parameter(torch.ones(40))
+        inner, named = torch.optim.SGD([weights], lr=0.1), [("weights", weights)]
+        return LocalSteps(inner, named, collective=None, compression=compression, **given)._config
+
+    for sparse in (None, TopKEF, TopKEF(ratio=0.1)):
+        assert made(sparse) == LocalConfig(every=30, outer=Outer(lr=2.0), decay=0.9)
+    for whole in (Dense, SignSGD, TopKEF(ratio=0.25)):
+        assert made(whole) == LocalConfig(every=30, outer=Outer(lr=0.7, momentum=0.5))
+    assert made(TopKEF, decay=0.5, outer=Outer()) == LocalConfig(decay=0.5)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name: str) -> None:
     (rank,) = run(1, lambda n, c: Rank(n, c, name))
     assert rank.optimizer._config == LocalConfig(**PRESETS[name].settings)
-    (rank,) = run(1, lambda n, c: Rank(n, c, name, every=7, compression=TopKEF))
+    (rank,) = run(1, lambda n, c: Rank(n, c, name, every=7))
     assert rank.optimizer._config == LocalConfig(**{**PRESETS[name].settings, "every": 7})

@@ -64,7 +64,7 @@ def test_ranks_end_with_equal_weights(setting: str) -> None:
 @pytest.mark.world_size(2, 3)
 def test_dense_is_the_mean_of_the_weights() -> None:
     task, alone = started(), started()
-    optimizer = local_steps(task, every=3, compression=adapter.Dense)
+    optimizer = local_steps(task, every=3, compression=adapter.Dense, outer=adapter.Outer())
     inner = torch.optim.AdamW(alone.parameters(), lr=0.01)
     for step in range(3):
         take(task, optimizer, step)

@@ -82,7 +82,7 @@ def mean(anchors: list[Array], first: int, count: int) -> list[Array]:
 @pytest.mark.world_size(2, 3)
 def test_an_average_of_weights() -> None:
     """Dense, without momentum and at a rate of 1: to the bit."""
-    alone, x = Alone(every=3, compression=Dense), start()
+    alone, x = Alone(every=3, compression=Dense, outer=Outer()), start()
     for round_ in range(2):
         alone.take(2)
         assert not ranks_equal(alone.weights)
@@ -169,7 +169,7 @@ def test_averages() -> None:
 
 def test_in_seconds() -> None:
     """A rank that is slower takes fewer steps, and counts by their number."""
-    alone = Alone(every="0.2s", compression=Dense)
+    alone = Alone(every="0.2s", compression=Dense, outer=Outer())
     while alone.local.rounds < 2:
         time.sleep(0.01 + 0.04 * hvd.rank())
         alone.take(1)
