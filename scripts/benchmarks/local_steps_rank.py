@@ -18,14 +18,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.local_steps import ALONE, BFLOAT16, EVERY_STEP, FLOAT16, LOCAL
+from benchmarks.local_steps import ALONE, BFLOAT16, EVERY_STEP, FLOAT16, LOCAL, PARTS
 from cluster.host import INTERFACE
 from horovod_topk.cli.bench.nic import scheduled
 from horovod_topk.ddp import Dense, LocalSteps, TopKEF
 
 WARM_UP = 1  # steps: memory is allocated
 WIDTH, HEADS, LAYERS, CONTEXT = 512, 8, 8, 64
-PARTS = ("compress_seconds", "exposed_seconds", "decompress_seconds")
 
 
 class GPT(nn.Module):
@@ -184,7 +183,9 @@ def write(args: argparse.Namespace, found: Mapping[str, Mapping[str, list[float]
         "every": args.every,
         "ranks": dist.get_world_size(),
     }
-    args.results.write_text(json.dumps({"setting": setting, "variants": found}, indent=1) + "\n")
+    known = json.loads(args.results.read_text()) if args.results.exists() else {}
+    known[str(args.rows)] = {"setting": setting, "variants": found}
+    args.results.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":
