@@ -1,4 +1,4 @@
-"""A cluster on one machine: hosts are namespaces, joined by a network of a given rate and loss.
+"""A cluster on one machine: hosts are namespaces, joined by a network.
 
     with Cluster(4, Link.of("1gbit"), slots=2) as cluster:
         cluster.run(["horovodrun", "--gloo", "python", "train.py"], limit_seconds=300)

@@ -41,7 +41,7 @@ class Host:
 
     def __init__(self, room: Room, number: int, link: Link, sshd: str) -> None:
         self.name, self.address = name_of(number), address_of(number)
-        self._room, self._port = room, f"port{number}"
+        self._room, self._port = room, port_of(number)
         setup = SETUP.format(name=self.name, sshd=sshd)
         inner = ["unshare", *NAMESPACES, "--fork", "--mount-proc", "sh", "-c", setup]
         self._process = subprocess.Popen(
@@ -60,15 +60,19 @@ class Host:
         # Only the network's namespace is entered: the host's process id is known outside alone.
         switch = ["nsenter", "--target", str(self._room.pid), "--net", "--", "ip", "link"]
         card = ["name", INTERFACE, "netns", str(self.pid)]
-        check([*switch, "add", self._port, "type", "veth", "peer", *card])
-        check([*switch, "set", self._port, "master", BRIDGE, "up"])
+        if link.delay:  # the other end is `cluster.delay`
+            check([*switch, "set", self._port, *card])
+        else:
+            check([*switch, "add", self._port, "type", "veth", "peer", *card])
+            check([*switch, "set", self._port, "master", BRIDGE, "up"])
         if bundles := link.bundles():
             self.check(["ip", "link", "set", INTERFACE, *bundles])
         self.check(["ip", "address", "add", f"{self.address}/24", "dev", INTERFACE])
         self.check(["ip", "link", "set", INTERFACE, "up"])
         if shaping := link.shaping():
             self.check(["tc", "qdisc", "add", "dev", INTERFACE, "root", *shaping])
-            self._room.check(["tc", "qdisc", "add", "dev", self._port, "root", *shaping])
+            if not link.delay:
+                self._room.check(["tc", "qdisc", "add", "dev", self._port, "root", *shaping])
         if dropping := link.dropping():
             self.check(["iptables", *dropping])
 
@@ -126,8 +130,8 @@ class Host:
 
     def lose_power(self) -> None:
         """Stop at once, and say nothing to the others. Idempotent."""
-        with contextlib.suppress(ClusterError):  # its port is gone since it was done before
-            self._room.check(["ip", "link", "set", self._port, "down"])
+        with contextlib.suppress(ClusterError):  # it is gone since it was done before
+            self.check(["ip", "link", "set", INTERFACE, "down"])
         self.crash()
 
     def crash(self) -> None:
@@ -148,6 +152,11 @@ class Host:
 def name_of(number: int) -> str:
     """Of the host."""
     return f"host{number}"
+
+
+def port_of(number: int) -> str:
+    """The switch's, for the host."""
+    return f"port{number}"
 
 
 def address_of(number: int) -> str:

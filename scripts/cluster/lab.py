@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.host import BRIDGE, INTERFACE, Host, address_of, name_of
+from cluster.host import BRIDGE, INTERFACE, Host, address_of, name_of, port_of
 from cluster.link import Link
-from cluster.needs import ClusterError, missing, search_path, variables
-from cluster.room import Room
+from cluster.needs import NAMESPACES, ClusterError, missing, search_path, variables
+from cluster.room import END_SECONDS, READY, Room, environment
 
 MOST_HOSTS = 250  # addresses of one network
 KEY = "/etc/ssh/room_key"
+RELAY = Path(__file__).with_name("delay.py")
+FIRST = ("nice", "-n", "-20")  # a switch does not wait while hosts compute
 
 # ServerAlive: ssh notices a host that has lost its power, and horovodrun that ssh has ended.
 CLIENT = f"""\
@@ -61,9 +64,10 @@ class Cluster:
             raise ClusterError(f"{slots} ranks a host: give 1 or more")
         self._count, self.link, self.slots = hosts, link or Link(), slots
         self.hosts: list[Host] = []
+        self._relay: subprocess.Popen[bytes] | None = None  # the switch of links with a delay
 
     def __enter__(self) -> Cluster:
-        if reason := missing(lossy=self.link.loss > 0):
+        if reason := missing(lossy=self.link.loss > 0, delayed=self.link.delay > 0):
             raise ClusterError(reason)
         self._room = Room()
         try:
@@ -76,12 +80,33 @@ class Cluster:
     def _furnish(self) -> None:
         _configure_ssh(self._room)
         self._name_hosts()
-        self._room.check(["ip", "link", "add", BRIDGE, "type", "bridge"])
-        self._room.check(["ip", "link", "set", BRIDGE, "up"])
+        self._make_switch()
         sshd = shutil.which("sshd", path=search_path())
         assert sshd is not None
         for number in range(1, self._count + 1):
             self.hosts.append(Host(self._room, number, self.link, sshd))
+
+    def _make_switch(self) -> None:
+        """Make the kernel's bridge, or start the program that passes frames on after a delay."""
+        arguments = self.link.delaying()
+        if not arguments:
+            self._room.check(["ip", "link", "add", BRIDGE, "type", "bridge"])
+            self._room.check(["ip", "link", "set", BRIDGE, "up"])
+            return
+        ports = [port_of(number) for number in range(1, self._count + 1)]
+        command = [*FIRST, sys.executable, str(RELAY), *arguments, *ports]
+        # Without the shell of `enter`, which would say that the room's end has killed it.
+        enter = ["nsenter", "--target", str(self._room.pid), *NAMESPACES, "--"]
+        self._relay = subprocess.Popen(
+            [*enter, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=environment(),
+            start_new_session=True,
+        )
+        assert self._relay.stdout is not None
+        if self._relay.stdout.readline() != READY:
+            raise ClusterError("the switch with a delay could not be made; see above")
 
     def _name_hosts(self) -> None:
         numbers = range(1, self._count + 1)
@@ -96,6 +121,10 @@ class Cluster:
         self._room.close()
         for host in self.hosts:
             host.wait()
+        if self._relay is not None:
+            self._relay.wait(END_SECONDS)
+            assert self._relay.stdout is not None
+            self._relay.stdout.close()
 
     def start(
         self, command: Sequence[str], settings: Mapping[str, str] | None = None, **rest: Any

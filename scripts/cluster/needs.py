@@ -27,7 +27,8 @@ ip link add switch type bridge
 ip link add port type veth peer name card
 tc qdisc add dev port root tbf rate 1mbit burst 16kb latency 50ms
 """
-LOSSY_PROBE = "iptables --append INPUT --match statistic --mode random --probability 0.5"
+LOSSY_PROBE = "iptables --append INPUT --match statistic --mode random --probability 0.5\n"
+DELAYED_PROBE = "ip tuntap add tap mode tap\n"
 SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")  # on no PATH but root's
 SCRATCH = "/run/tmp"  # goes with the room, and with it what killed programs leave there
 
@@ -41,7 +42,7 @@ def search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), *SBIN])
 
 
-def missing(*, lossy: bool = False) -> str | None:
+def missing(*, lossy: bool = False, delayed: bool = False) -> str | None:
     """Why no cluster can be made here, with the cure; None where it can."""
     if os.geteuid() != 0:
         return "namespaces and links need root: run it with sudo, or as root in a container"
@@ -52,7 +53,7 @@ def missing(*, lossy: bool = False) -> str | None:
         return (
             f"not installed: {', '.join(absent)}. On Debian and Ubuntu: apt-get install {packages}"
         )
-    return _refused(PROBE + LOSSY_PROBE * lossy)
+    return _refused(PROBE + LOSSY_PROBE * lossy + DELAYED_PROBE * delayed)
 
 
 def _refused(probe: str) -> str | None:
@@ -65,7 +66,7 @@ def _refused(probe: str) -> str | None:
     why = " ".join(tried.stderr.split())
     return (
         f"the kernel refuses ({why}): a container needs --privileged; a kernel, its modules for "
-        "namespaces, veth, bridge, sch_tbf and xt_statistic"
+        "namespaces, veth, bridge, tun, sch_tbf and xt_statistic"
     )
 
 

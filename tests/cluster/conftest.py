@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster import missing
 from remains import traces
+from skipping import skip_without
 
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
-    if reason := missing(lossy=True):
-        pytest.skip(reason)
+    skip_without()
     before = traces()
     yield
     assert not traces() - before

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skipping import skip_without
+
 pytestmark = [pytest.mark.cluster, pytest.mark.tools, pytest.mark.slow, pytest.mark.timeout(120)]
 
 REPOSITORY = Path(__file__).parents[2]
@@ -70,6 +72,7 @@ def assert_gone(processes: Sequence[psutil.Process]) -> None:
 
 @pytest.mark.parametrize(("controller", "slots"), [("gloo", 2), ("mpi", 1)], ids=["gloo", "mpi"])
 def test_digits_train_across_hosts(controller: str, slots: int, tmp_path: Path) -> None:
+    skip_without("lossy")
     result = tmp_path / "run.json"
     cluster = "--hosts", 2, "--slots", slots, "--rate", "1gbit", "--loss", 0.001
     horovodrun = "horovodrun", f"--{controller}", *DIGITS, "--json", result
@@ -81,10 +84,20 @@ def test_digits_train_across_hosts(controller: str, slots: int, tmp_path: Path) 
     assert run["history"]["step"] == [4]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_interrupted_it_leaves_no_process(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGINT, ()),
+        (signal.SIGTERM, ()),
+        (signal.SIGKILL, ()),
+        (signal.SIGKILL, ("--delay", "5ms")),
+    ],
+)
+def test_interrupted_it_leaves_no_process(number: signal.Signals, options: tuple[str, ...]) -> None:
+    if "--delay" in options:
+        skip_without("delayed")
     away = "ssh host2 'echo up; sleep 600' & ssh host3 'echo up; sleep 600' & sleep 600"
-    with netlab("--hosts", 3, "--", "bash", "-c", away) as process:
+    with netlab("--hosts", 3, *options, "--", "bash", "-c", away) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
         below = sleeping(process, 3)
@@ -100,7 +113,10 @@ def test_the_command_s_status_is_its_own() -> None:
     assert process.returncode == 7
 
 
-@pytest.mark.parametrize("arguments", [("--rate", "fast"), ("--loss", "1.5"), ("--hosts", "0")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--rate", "fast"), ("--loss", "1.5"), ("--delay", "50"), ("--hosts", "0")],
+)
 def test_settings_that_make_no_cluster_are_refused(arguments: tuple[str, str]) -> None:
     with netlab(*arguments, "--", "true") as process:
         printed = process.communicate(timeout=60)[0]

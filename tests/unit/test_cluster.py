@@ -47,6 +47,28 @@ def test_other_rates_are_refused(rate: str) -> None:
         Link.of(rate)
 
 
+@pytest.mark.parametrize(("delay", "seconds"), [("50ms", 0.05), ("0.5S", 0.5), ("2.5ms", 0.0025)])
+def test_delays_are_seconds_one_way(delay: str, seconds: float) -> None:
+    assert Link.of(None, delay=delay).delay == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("delay", ["slow", "50", "5min", "-5ms", ""])
+def test_other_delays_are_refused(delay: str) -> None:
+    with pytest.raises(ClusterError, match="write 50ms"):
+        Link.of(None, delay=delay)
+
+
+def test_a_delay_of_minutes_is_refused() -> None:
+    with pytest.raises(ClusterError, match="give 0 to 10 s"):
+        Link(delay=60.0)
+
+
+def test_only_a_link_with_a_delay_needs_a_program_for_it() -> None:
+    assert Link.of("100mbit").delaying() == []
+    arguments = Link.of("100mbit", delay="50ms").delaying()
+    assert arguments == ["--delay", "0.05", "--rate", "100000000", "--queue", "0.05"]
+
+
 @pytest.mark.parametrize("rate", ["1mbit", "100mbit", "300mbit", "500mbit"])
 def test_a_bundle_with_its_headers_leaves_in_one_burst(rate: str) -> None:
     link = Link.of(rate)
