@@ -6,7 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from benchmarks import local_steps as benchmark
 from horovod_topk.local.call import LocalCall
+from pages import stored
 from pages.markdown import table
 from study.results import Row, Study
 
@@ -61,3 +63,8 @@ def times(reductions: Sequence[float]) -> str:
         return "no bytes"
     ends = (f"{each:,.{0 if each >= 10 else 1}f}x" for each in (min(known), max(known)))
     return " to ".join(dict.fromkeys(ends))
+
+
+def seconds(study: Study, sequences: str) -> str:
+    """The table of the benchmark on distant hosts, with so many sequences in a step."""
+    return benchmark.values(stored("local_steps_seconds"))[f"table_{sequences}"]

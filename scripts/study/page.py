@@ -404,6 +404,7 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
         *(panels, catalogue, calls, runs),
         *(expenses.expenses, causes.causes, causes.by_seed),
         *(local_steps.rounds, local_steps.exchanged, local_steps.payload, local_steps.mean_cost),
+        local_steps.seconds,
     )
 }
 
