@@ -117,7 +117,7 @@ def test_local_steps_repeat_to_the_bit_and_send_a_round_at_a_time(
 
 
 def test_local_steps_of_one_step_train_as_dense_does() -> None:
-    local = run("LocalSteps(Dense, every=1)", lr=0.05)
+    local = run("LocalSteps(Dense, every=1, outer=Outer())", lr=0.05)
     assert scores(local) == pytest.approx(scores(run("none", lr=0.05)), abs=0.01)
 
 

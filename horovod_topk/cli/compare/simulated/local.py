@@ -25,7 +25,7 @@ from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.local.call import LocalCall
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training import local_steps
-from horovod_topk.torch_training.state import TrainingCompressor
+from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
 
 PATIENCE = 600.0  # seconds that a rank waits for others
 
@@ -34,6 +34,10 @@ class Compressor(TrainingCompressor):
     """Base class of the compressors of simulated ranks."""
 
     adapter = "cli.compare.simulated"
+
+    def attached(self, state: TrainingState) -> None:
+        """Remember an optimizer's state; what this process reports is not of simulated ranks."""
+        self._states.add(state)
 
 
 class LocalSteps(local_steps.LocalSteps):
@@ -71,7 +75,6 @@ class LocalJob:
         self.workload, self.traffic = workload, Counter[str]()
         self._asked, self._clip_norm = asked, getattr(workload, "clip_norm", None)
         self._network = Loopback(ranks, TorchOps(), PATIENCE, pairs_of(ranks))
-        self._threads = ThreadPoolExecutor(ranks)
         self.replicas = [self._replica(rank, ranks, seed) for rank in range(ranks)]
         self._dense = Dense(self.replicas[0].model, ranks).traffic().dense_bytes
         for position in range(len(self.replicas[0].optimizers)):
@@ -131,7 +134,9 @@ class LocalJob:
 
     def _together(self, work: Callable[[int], Any]) -> None:
         """Do something on all ranks at the same time, each in its thread."""
-        pending = [self._threads.submit(work, rank) for rank in range(len(self.replicas))]
+        ranks = range(len(self.replicas))
+        with ThreadPoolExecutor(len(ranks)) as threads:  # they end, and with them what they hold
+            pending = [threads.submit(work, rank) for rank in ranks]
         for each in pending:
             each.result()
 
