@@ -37,8 +37,8 @@ inline void put_plain(float *to, Floats x) { memcpy(to, &x, sizeof x); }
 
 /* The bits of bfloat16 numbers, to nearest, ties to even, in the lower halves. */
 inline Integers brains(Floats x) {
-  const Integers bits = (Integers)x, rounded = bits + ((bits >> 16 & 1) + 0x7fff);
-  return (Integers)((Unsigned)(x == x ? rounded : bits | 0x400000) >> 16);
+  const Unsigned bits = (Unsigned)x, rounded = bits + ((bits >> 16 & 1) + 0x7fff);
+  return (Integers)((x == x ? rounded : bits | 0x400000) >> 16);
 }
 
 template <class R, class G>
