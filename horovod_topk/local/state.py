@@ -129,6 +129,7 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
         self._runners = [fragment.runner for fragment in made]
         self._state, self._weights = self._runners[0], weights
         self.rounds = Rounds(config, made, weights, ops)
+        self.averages: Averages[Array] | None = None
         self._is_checked = False  # whether ranks are known to have equal anchors
         _LIVE.add(self)
 
@@ -160,9 +161,32 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
     def _states(self) -> Sequence[StepRunner[Array]]:
         return self._runners
 
-    def averages(self, specs: Sequence[TensorSpec]) -> Averages[Array]:
-        """What averages further tensors of `weights` over ranks, such as those of batch norm."""
-        return Averages(specs, self._weights, self._ops, self._collective, self.name)
+    def average(self, specs: Sequence[TensorSpec]) -> None:
+        """Average further tensors of `weights` once a round, such as those of batch norm."""
+        if specs:
+            own = self._weights, self._ops, self._collective, self.name
+            self.averages = Averages(specs, *own)
+
+    def count(self) -> bool:
+        """Count an inner step, and make the outer steps that are due.
+
+        Returns:
+            Whether an exchange has started.
+        """
+        started = self.rounds.after_step()
+        if started and started[-1] is self.rounds.fragments[-1]:
+            self._exchange_averages()
+        return bool(started)
+
+    def synchronize(self) -> None:
+        """Give ranks equal weights: `Rounds.synchronize`, with what is averaged. A collective."""
+        if self.rounds.has_begun:
+            self.rounds.synchronize()
+            self._exchange_averages()
+
+    def _exchange_averages(self) -> None:
+        if self.averages is not None:
+            self.averages.exchange()
 
     def begin(self) -> None:
         """Make the present weights the anchors, before an inner step."""

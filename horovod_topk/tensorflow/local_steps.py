@@ -180,8 +180,7 @@ class LocalSteps:
             weights = VariableWeights(trained | beside, optimizer)
             settled = weights, compressor, self._config, TensorFlowOps(), collective
             self._topkef = VariablesState(trained, self._specs(trained), *settled)
-            specs = self._specs(beside)
-            self._averages = self._topkef.averages(specs) if specs else None
+            self._topkef.average(self._specs(beside))
             self._topkef._process_set = process_set
             self._topkef.begin()
             compressor.attached(self._topkef)
@@ -215,8 +214,7 @@ class LocalSteps:
             )
         with self._on_device():
             self._topkef.check_equal()
-            if self._topkef.rounds.after_step() and self._averages is not None:
-                self._averages.exchange()
+            self._topkef.count()
 
     def synchronize(self) -> None:
         """Make an outer step of all that ranks have moved since, so that they have equal weights.
@@ -225,9 +223,7 @@ class LocalSteps:
         called: any rank's weights can be evaluated.
         """
         with self._on_device():
-            self._topkef.rounds.synchronize()
-            if self._averages is not None:
-                self._averages.exchange()
+            self._topkef.synchronize()
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Where an outer step is computed."""

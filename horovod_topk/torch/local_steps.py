@@ -23,7 +23,6 @@ class LocalSteps(local_steps.LocalSteps):
         process_set: Horovod's process set of the ranks that exchange.
     """
 
-    __doc__ = f"{local_steps.LocalSteps.__doc__}"
     compressors = Compressor
 
     def __init__(

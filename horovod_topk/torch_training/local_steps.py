@@ -153,10 +153,7 @@ class LocalSteps(Optimizer):
         if all(name.startswith("module.") for name in trained):
             self._topkef.warnings = (WRAPPED,)
             log.warning("%s", WRAPPED)
-        self._averages = None
-        if beside:
-            found = [_wide_spec(name, b, device) for name, b in beside.items()]
-            self._averages = self._topkef.averages(found)
+        self._topkef.average([_wide_spec(name, b, device) for name, b in beside.items()])
         compressor.attached(self._topkef)
         outer = self._config.outer
         log.info("LocalSteps: %s, effective outer rate %.3g", self._config, outer.effective_lr)
@@ -250,11 +247,8 @@ class LocalSteps(Optimizer):
     @torch.no_grad()
     def count(self) -> None:
         """Count an inner step that was taken elsewhere, and take the outer steps that are due."""
-        rounds = self._topkef.rounds
-        if started := rounds.after_step():
+        if self._topkef.count():
             self._check_trained()
-            if self._averages is not None and started[-1] is rounds.fragments[-1]:
-                self._averages.exchange()
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -263,10 +257,7 @@ class LocalSteps(Optimizer):
         A collective: call it on every rank, after as many rounds. Before evaluation it need not be
         called: any rank's weights can be evaluated.
         """
-        if self._topkef.rounds.has_begun:
-            self._topkef.rounds.synchronize()
-            if self._averages is not None:
-                self._averages.exchange()
+        self._topkef.synchronize()
 
     def _inner_step(self, closure: Any) -> Any:
         """Take the inner step, unless gradients are infinite; GradScaler says whether they are."""

@@ -48,8 +48,8 @@ class LocalSteps(local_steps.LocalSteps):
     def on_exchange(self, callback: Callable[[StepCounters], None]) -> None:
         """Call a function after each exchange, of movements or of buffers."""
         self._topkef.on_step(callback)
-        if self._averages is not None:
-            self._averages.runner.on_step(callback)
+        if self._topkef.averages is not None:
+            self._topkef.averages.runner.on_step(callback)
 
 
 @dataclass
