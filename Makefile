@@ -76,16 +76,16 @@ check: setup ## ruff (lint, format) and mypy; must pass (a minute)
 fuzz: setup ## encode and decode arbitrary buckets under AddressSanitizer and UBSan (a minute)
 	$(RUN) scripts/fuzz.py $(ARGS)
 
-## Benchmarks write docs/results and a page of docs. Some jobs: make bench-wire ARGS="2x1:50"; ARGS=--help
+## Benchmarks write docs/results and the pages that show them. Some jobs: make bench-wire ARGS="2x1:50"; ARGS=--help
 
-bench: ## time compression of a ResNet-50's gradients, PyTorch and TensorFlow; docs/benchmarks.md (minutes)
+bench: ## time compression of a ResNet-50's gradients, PyTorch and TensorFlow; docs/kernels.md (minutes)
 bench-kernels: ## time selection against r += g and torch.topk; docs/kernels.md (half an hour)
 bench-network: ## time a step against bandwidth, beside Horovod and torch DDP; docs/network.md (root, half an hour)
 bench-trouble: ## a slow rank and lost packets, dense beside TopKEF; docs/trouble.md (root, a quarter of an hour)
-bench-wire: ## count the bytes that leave a host's network card; docs/wire.md (root, half an hour)
-plan-grid: ## measured steps beside what `horovod-topk plan` says; docs/plan-grid.md (root, an hour and a half)
-residuals: ## norms of residuals beside the bounds of theory; docs/residuals.md (minutes)
-crashes: ## kill a hundred ranks of elastic jobs, count what is lost; docs/crashes.md (a quarter of an hour)
+bench-wire: ## count the bytes that leave a host's network card; docs/network.md (root, half an hour)
+plan-grid: ## measured steps beside what `horovod-topk plan` says; docs/network.md (root, an hour and a half)
+residuals: ## norms of residuals beside the bounds of theory; docs/trouble.md (minutes)
+crashes: ## kill a hundred ranks of elastic jobs, count what is lost; docs/trouble.md (a quarter of an hour)
 
 bench: NAME := steps
 plan-grid: NAME := plan
@@ -97,16 +97,16 @@ bench-gpu: ## time the Triton kernels and whole steps on a GPU (needs a GPU; two
 	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench.py gpu $(ARGS)
 	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench.py gpu_steps $(ARGS)
 
-## Studies run what their settings ask for and has no results yet, and write a page of docs
+## Studies run what their settings ask for and has no results yet, and write the pages that show it
 
-accuracy: ## plain error feedback beside dense, on real ranks; docs/accuracy.md (hours)
-allocation: ## ratios by tensor at equal bytes beside one for all, simulated ranks; docs/allocation.md (hours)
-frontier: ## quality against bytes for every format and exchange, simulated ranks; docs/frontier.md (hours)
+accuracy: ## plain error feedback beside dense, on real ranks; docs/default.md (hours)
+allocation: ## ratios by tensor at equal bytes beside one for all, simulated ranks; docs/methods.md (hours)
+frontier: ## quality against bytes for every format and exchange, simulated ranks; docs/methods.md (hours)
 default: ## the default beside dense over models and training loops, simulated ranks; docs/default.md (hours)
 local-steps: ## local steps beside an exchange in every step, simulated ranks; docs/local-steps.md (hours)
 methods: ## every method beside dense at 16 and 64 times fewer bytes, simulated ranks; docs/methods.md (hours)
 optimizers: ## the optimizers that people train with, beside dense, simulated ranks; docs/optimizers.md (half an hour)
-practice: ## clipping, loss scaling, momentum, restarts, beside dense, on real ranks; docs/practice.md (an hour)
+practice: ## clipping, loss scaling, momentum, restarts, beside dense, on real ranks; docs/default.md (an hour)
 
 $(STUDIES): setup
 	$(if $(filter optimizers,$@),$(RUN) -m pip install --quiet --no-deps pytorch_optimizer==3.8.0)

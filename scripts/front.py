@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,18 @@ from typing import Any
 from benchmarks.network import RATES
 from horovod_topk.cli.bench.figures import figures
 from horovod_topk.cli.canvas import canvas
+from horovod_topk.cli.models import elements, specs_of
+from horovod_topk.cli.options import update_rule_of
+from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.core.plan.buckets import Plan, make_plan
+from horovod_topk.core.run.stats import planned_bytes
 from horovod_topk.cost import quantities
+from horovod_topk.cost.traffic import Ranks, nodes_of
+from horovod_topk.methods.topk import TopK
 from pages import RESULTS, Values, stored
 from pages.markdown import table
-from study.matrix import OPTIMIZERS, UNITS, places
+from printed import output
+from study.matrix import OPTIMIZERS, places
 from study.results import Study
 
 LINES = {  # method of the benchmark -> label and style
@@ -22,7 +31,12 @@ LINES = {  # method of the benchmark -> label and style
     "powersgd": ("PowerSGD, rank 4", {"color": "#c2672f", "linestyle": "-."}),
     "ddp+topk": ("TopKEF", {"color": "#1f6fb2", "linewidth": 2.5}),
 }
-SETS = {"default": "four models that its rules were chosen on", "unseen": "four other models"}
+MODEL = "resnet50"
+COLUMNS = {  # of the table of quality -> study and metrics
+    "five models of text, %": ("default", ["bits_per_byte"]),
+    "a residual network, points": ("default", ["accuracy"]),
+    "four models on which nothing was chosen, %": ("unseen", ["bits_per_byte", "mse"]),
+}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -35,13 +49,43 @@ def values(results: dict[str, Any]) -> Values:
     found = {rate: figures(result) for rate, result in results.items()}
     return {
         "picture": partial(_picture, results, RESULTS / "front.png"),
-        "seconds": lambda rate, name: f"{found[rate][name].exchange:.2f}",
         "times": lambda rate, slow: (
             f"{found[rate][slow].exchange / found[rate]['ddp+topk'].exchange:.0f}"
         ),
         "quality": _quality,
         "elements": f"{next(iter(results.values()))['elements'] / 1e6:.1f}",
+        "ratio": TopK().ratio,
+        "fewer": _fewer,
+        "limit": _limit,
+        "state": _state,
     }
+
+
+def _fewer(exchange: str, ranks: str, device: str) -> str:
+    """How many times fewer bytes than dense a rank sends of a ResNet-50's gradients."""
+    ways = Ranks(exchange, nodes_of(int(ranks), 1))
+    specs = specs_of(MODEL, device)
+    dense = ring_allreduce_bytes(4 * elements(specs), int(ranks))
+    return f"{dense / ways.busiest(_plan(device)).sent_bytes:.0f}"
+
+
+def _state(residuals: str) -> str:
+    """Bytes a parameter of a rank's state with SGD."""
+    plan = _plan("cpu")
+    numel = sum(tensor.numel for tensor in plan.tensors())
+    return f"{sum(planned_bytes(plan, residuals)) / numel:.0f}"
+
+
+def _plan(device: str) -> Plan:
+    return make_plan(specs_of(MODEL, device), TopK(), update_rule=update_rule_of("sgd"))
+
+
+def _limit(optimizer: str) -> str:
+    """Up to how many Gbit/s `horovod-topk plan` says that the default pays."""
+    words = ["--model", MODEL, "--compute", "62.5ms", "--values", "int4", "--json"]
+    rows = json.loads(output(["plan", *words, "--optimizer", optimizer]))["strategies"]
+    (span,) = next(row["faster"] for row in rows if row["exchange"] == "allgather")
+    return f"{span['below'] / 1e9:.0f}"
 
 
 def _picture(results: dict[str, Any], path: Path) -> str:
@@ -64,24 +108,22 @@ def _picture(results: dict[str, Any], path: Path) -> str:
 
 def _quality() -> str:
     """Tabulate what the default costs beside dense, by optimizer: the mean, and the worst run."""
-    found: dict[str, dict[str, str]] = {}
-    for name in SETS:
-        for optimizer, costs in _costs(name).items():
-            said = f"{statistics.mean(costs):+.1f}%, {max(costs):+.1f}% ({len(costs)})"
-            found.setdefault(optimizer, {})[name] = said
-    order = sorted(found, key=list(OPTIMIZERS).index)
-    rows = [[OPTIMIZERS[o], *(found[o].get(name, "not run") for name in SETS)] for o in order]
-    return table(["mean, worst run (runs)", *SETS.values()], rows)
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, metrics in COLUMNS.values():
+        for place in places(Study(name)):
+            row, metric = place.rows.get("default"), place.found.metric.name
+            # At the largest rate at which dense is stable gains would hide costs.
+            if row is not None and place.rate != "limit" and metric in metrics:
+                kind = found.setdefault(str(place.options["optimizer"]), {})
+                kind.setdefault(name + metrics[0], []).extend(row.costs)
+    rows = []
+    for optimizer in sorted(found, key=list(OPTIMIZERS).index):
+        columns = (found[optimizer].get(name + kind[0], []) for name, kind in COLUMNS.values())
+        rows.append([OPTIMIZERS[optimizer], *map(_said, columns)])
+    return table(["mean, worst run (runs)", *COLUMNS], rows)
 
 
-def _costs(name: str) -> dict[str, list[float]]:
-    """What each run costs beside dense with the same seed, in per cent, by optimizer.
-
-    Not at the largest rate at which dense is stable: gains there would hide costs.
-    """
-    found: dict[str, list[float]] = {}
-    for place in places(Study(name)):
-        row = place.rows.get("default")
-        if row is not None and place.rate != "limit" and UNITS[place.found.metric.name] == "%":
-            found.setdefault(str(place.options["optimizer"]), []).extend(row.costs)
-    return found
+def _said(costs: list[float]) -> str:
+    if not costs:
+        return "not run"
+    return f"{statistics.mean(costs):+.1f}, {max(costs):+.1f} ({len(costs)})"

@@ -1,4 +1,4 @@
-"""Write pages of docs/ from docs/results, without running anything.
+"""Write the pages of docs/ that show results, without running anything.
 
 python scripts/page.py accuracy frontier wire
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 
-from pages import DOCS, write
+from pages import write
 
 
 def main() -> None:
-    """Write the named pages."""
+    """Write the pages that show the named results."""
     for name in sys.argv[1:]:
-        print(f"written: {write(name).relative_to(DOCS.parent)}")
+        write(name)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost.machine import Network
 
-# Header bytes of Ethernet, IP and TCP for each byte of data in a full packet: docs/wire.md.
+# Header bytes of Ethernet, IP and TCP for each byte of data in a full packet: docs/network.md.
 HEADERS = 66 / 1448
 
 

@@ -17,9 +17,9 @@ from horovod_topk.methods.protocol import Method, Rounds, UpdateRule, numbers_of
 from horovod_topk.methods.topk import VALUES, TopK
 
 FLOAT, HALF = 4, 2  # bytes
-CORRECTION = 1.6  # triads per element of momentum correction: docs/kernels.md
+CORRECTION = 1.6  # triads per element of momentum correction: docs/results/kernels.json
 # Triads per element of adapting an optimizer's steps, before sending and after receiving: what
-# docs/benchmarks.md has more than for plain error feedback and the optimizer's dense step, of AdamW
+# docs/kernels.md has more than for plain error feedback and the optimizer's dense step, of AdamW
 # PyTorch's fused one. That SGD's update is faster than its dense step is not counted.
 ADAPTED = {"sgd": (0.0, 0.2), "adam": (1.0, 1.1)}
 

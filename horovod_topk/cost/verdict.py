@@ -11,10 +11,10 @@ from horovod_topk.cost.quantities import milliseconds
 from horovod_topk.cost.step import Step, Training, local_step, step
 from horovod_topk.cost.strategies import Strategy
 
-# With signs training diverged, or lost 12% with one seed (docs/frontier.md); with int2 a small
+# With signs training diverged, or lost 12% with one seed (docs/methods.md); with int2 a small
 # transformer lost 2% (docs/settings.md).
 TOO_COARSE = ("int2", "sign")
-SECOND = " In this exchange owners select a second time, which costs accuracy: docs/frontier.md."
+SECOND = " In this exchange owners select a second time, which costs accuracy: docs/methods.md."
 AS_FAST = 1.01  # factor to the fastest step: the plan is not more precise
 UNCHECKED = " (by formulas that no measurement has confirmed)"
 

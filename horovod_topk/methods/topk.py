@@ -142,7 +142,7 @@ class TopK(Codec):
         values: format in which values are sent: "float32" (float64 for float64 gradients),
             "float16", "bfloat16", "int8", "int4", "int3", "int2" or "sign". The rounding error
             stays in the residual. With "sign" it is so large that training may diverge
-            (docs/frontier.md).
+            (docs/methods.md).
             "auto": "int4", and "float32" at ratio 1. A pair, such as ("int8", "plain"), also has
             the format of indices: "packed" (compressed), "plain" (16 or 32 bits each), or "auto",
             which is plain on accelerators and packed elsewhere.

@@ -5,7 +5,7 @@
 
 For each seed the digits are trained twice for as many steps: undisturbed by two ranks, and by up
 to three ranks of which one at a time is killed and started again by Horovod, all through the run.
-Hosts are names on this machine (`elastic_hosts`). Writes docs/crashes.md and its results.
+Hosts are names on this machine (`elastic_hosts`). Writes docs/trouble.md and its results.
 """
 
 from __future__ import annotations
@@ -184,5 +184,5 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     found = measure(args.kills, args.seeds, args.steps)
     (pages.RESULTS / "crashes.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(pages.write("crashes").read_text())
+    pages.write("crashes")
     return 0

@@ -1,4 +1,4 @@
-"""Figures of docs/crashes.md, from the stored results."""
+"""Figures of docs/trouble.md, from the stored results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pages.markdown import table
 
 def values(found: dict[str, Any]) -> Values:
     """The page's figures by name."""
-    settings, environment, jobs = found["settings"], found["environment"], found["jobs"]
+    settings, jobs = found["settings"], found["jobs"]
     returns = [each for job in jobs for each in job["disturbed"]["returns"]]
     redone = [each["reached"] - each["resumed"] for each in returns]
     whole = [each for each in returns if not each["lost"]]
@@ -21,9 +21,6 @@ def values(found: dict[str, Any]) -> Values:
         "every": settings["commit_every"],
         "hosts": settings["hosts"],
         "least": f"{least:g}",
-        "machine": f"{environment['cpu']}, {environment['cores']} shared cores, Python "
-        f"{environment['python']}, PyTorch {environment['torch']}, Horovod "
-        f"{environment['horovod']} on Gloo, {environment['date']}",
         "jobs": _table(jobs),
         "returns": len(returns),
         "worst": max(redone, default=0),
@@ -35,7 +32,6 @@ def values(found: dict[str, Any]) -> Values:
         "kills": sum(job["disturbed"]["kills"] for job in jobs),
         "mean": mean,
         "seeds": len(jobs),
-        "met": "reached" if mean >= -0.5 else "missed",
     }
 
 

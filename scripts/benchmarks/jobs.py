@@ -26,7 +26,7 @@ class Jobs(Generic[Job]):
     """The jobs of a benchmark.
 
     Args:
-        page: name of the page, and of the file with the results.
+        page: name of the file with the results, and of what pages show of them.
         named: all jobs, in the order of the results.
         measure: runs one job, with the options of the command line.
         indent: of the lines of the file with the results; None: all results in one line.
@@ -62,7 +62,7 @@ class Jobs(Generic[Job]):
         except ClusterError as error:
             print(f"{self.page}: {error}", file=sys.stderr)
             return 1
-        print(f"written: {pages.write(self.page).relative_to(pages.ROOT)}")
+        pages.write(self.page)
         return 0
 
     def run(self, args: argparse.Namespace) -> None:

@@ -7,8 +7,7 @@ output with zeros and reading the payloads once. All rows take turns.
 
     python scripts/bench.py kernels [--quick] [--gradients 25000000]
 
-Writes docs/kernels.md, docs/results/kernels.png and docs/results/kernels.json. The authors' bias:
-they want small ratios.
+Writes docs/kernels.md and docs/results/kernels.json. The authors' bias: they want small ratios.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -29,68 +27,25 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks import kernels_page
 from benchmarks.encoding import FLOOR, SLOW, Encoding, Gradients, Step, milliseconds
-from benchmarks.kernels_page import NO_CODING, RATIOS
+from benchmarks.kernels_page import NO_CODING, RATIOS, encoding_table, sizes_table
 from horovod_topk.cli.machine import machine
-from horovod_topk.core.codec.momentum import velocities_of
 from horovod_topk.core.plan.shards import shard
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps
-from pages import RESULTS, ROOT, made, write
+from pages import RESULTS, ROOT, write
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 ISAS = ("avx512", "avx2", "portable")
 CODINGS = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
-DEFAULT_RATIO = 0.02
-# What an encoding with momentum correction is made of, step by step.
-CORRECTED: dict[str, dict[str, Any]] = {
-    "error feedback alone": {},
-    "momentum and masking": {"momentum": 0.9},
-    "momentum, masking and rescale": {"momentum": 0.9, "rates": True},
-    "the same with Nesterov's momentum": {"momentum": 0.9, "nesterov": True, "rates": True},
-}
 
 
 def plain(gradients: Gradients, ratio: float, selection: str, **settings: Any) -> Encoding:
     """Make an encoding of gradients by Top-K with plain error feedback."""
     values = {"values": "float32", "min_numel": 0, **settings}
     return Encoding(gradients, TopK(ratio, selection=selection, **values), TorchOps())
-
-
-class Corrected(Encoding):
-    """The same with int4 values and momentum correction.
-
-    Args:
-        gradients: what is sent.
-        selection: exact or sampled.
-        settings: momentum, nesterov.
-        rates: a learning rate that changes at every step, and the residual with it.
-    """
-
-    def __init__(
-        self, gradients: Gradients, selection: str, *, rates: bool = False, **settings: Any
-    ) -> None:
-        method = TopK(DEFAULT_RATIO, "int4", selection=selection, min_numel=0)
-        super().__init__(gradients, method, TorchOps())
-        self._settings = TopK(DEFAULT_RATIO, "int4", **settings)
-        zeros = (torch.zeros_like(gradients.current) for _ in range(2))
-        self._velocity: Arenas[Tensor] = Arenas(self.bucket, *zeros)
-        self._rates = rates
-
-    def encode(self) -> None:
-        """Write payload, next residual and next velocity."""
-        (tensor,) = self.bucket.tensors
-        if self._rates:
-            factor = random.uniform(0.99, 1.01)
-            self.arenas.rescale(tensor.start, tensor.stop, factor, TorchOps())
-        own = None
-        if self._settings.momentum:
-            own = velocities_of(self._settings, self._velocity, TorchOps())
-        self.codec.encode(self.arenas, [self.gradients.current], self.payload, own)
-        self._velocity.swap()
 
 
 @contextmanager
@@ -187,17 +142,6 @@ def measure_shards(numel: int, ratio: float, repeats: int) -> dict[str, float]:
     return medians(ways, gradients.next, repeats)
 
 
-def measure_momentum(numel: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of encoding with momentum correction, from error feedback alone on."""
-    gradients, settle = Gradients.of(numel), settling_steps(numel, DEFAULT_RATIO)
-    ways: dict[str, Step] = {FLOOR: gradients.floor()}
-    for selection in ("exact", "sampled"):
-        for name, settings in CORRECTED.items():
-            ours = Corrected(gradients, selection, **settings).settle(settle)
-            ways[f"{selection}, {name}"] = ours.step
-    return medians(ways, gradients.next, repeats)
-
-
 def _for_owners(whole: Encoding, owners: int, settle: int) -> Step:
     plans, codec = shard(whole.bucket, owners).scatter, whole.codec
     arenas = [Arenas(p, torch.zeros(p.numel), torch.zeros(p.numel)) for p in plans]
@@ -249,7 +193,6 @@ def measure(numel: int, repeats: int, grid: list[tuple[int, float]]) -> dict[str
     decoding = {each: measure_decoding(numel, 0.01, repeats, each) for each in indices}
     coding = measure_coding(numel, 0.01, repeats)
     shards = measure_shards(numel, 0.01, repeats)
-    momentum = measure_momentum(numel, repeats)
     between_ranks()
     sizes = []
     for each, (n, ratio) in enumerate(tqdm(grid, disable=None)):
@@ -264,27 +207,25 @@ def measure(numel: int, repeats: int, grid: list[tuple[int, float]]) -> dict[str
         "decoding": decoding,
         "coding": coding,
         "shards": shards,
-        "momentum": momentum,
         "exchange": exchange,
         "sizes": sizes,
     }
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures, prints the page and writes it."""
+    """Measure, and write results and page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="no sizes above a million, no page")
+    parser.add_argument("--quick", action="store_true", help="small sizes, and tables alone")
     parser.add_argument("--gradients", type=int, default=25_000_000, help="elements of the tables")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    random.seed(0)
     repeats = 5 if args.quick else 15
     sizes = [n for n in SIZES if n <= 1_000_000 or not args.quick]
     grid = [(numel, ratio) for numel in sizes for ratio in RATIOS]
     found = measure(args.gradients, repeats, grid)
     if args.quick:
-        print(made("kernels", kernels_page.values(found)))
+        print(encoding_table(found["encoding"]), sizes_table(found["sizes"]), sep="\n\n")
         return 0
     (RESULTS / "kernels.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(write("kernels").read_text())
+    write("kernels")
     return 0

@@ -3,7 +3,7 @@
 The hosts of a cell are network namespaces of this machine (`cluster`) with one rank each. They
 share this machine's cores. On the cells for fitting, collectives are timed. On the others, steps
 are timed: without exchange (the plan's compute time), dense, and TopKEF (`plan_rank`). Writes
-docs/results/plan-grid.json and docs/plan-grid.md.
+docs/results/plan-grid.json and docs/network.md.
 
     sudo make plan-grid                                # all cells: an hour and a half
     sudo make plan-grid ARGS="--missing"               # cells without results
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     status = JOBS.main(parser, arguments)
     args = parser.parse_args(arguments)
     if args.machine and not status:
-        from benchmarks.plan_page import machine_of
+        from benchmarks.plan_guesses import machine_of
 
         jobs = pages.stored(JOBS.page)
         machines.write(

@@ -1,8 +1,7 @@
 """`make residuals`: norms of residuals over a training run, beside the bounds of theory (minutes).
 
 Four ranks in this one process train the digits with shards that are alike, that differ, and with a
-rank that has no data now and then; writes docs/results/residuals.json, docs/residuals.md and its
-picture.
+rank that has no data now and then; writes docs/results/residuals.json, docs/trouble.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from horovod_topk.cli.compare.simulated.training import Job
 from horovod_topk.core.run.substitute import parse
 from study.workloads import workload
 
-RANKS, STEPS, LR, RATIO, SEED = 4, 1000, 0.1, 0.01, 0  # the rate is the one of docs/frontier.md
+RANKS, STEPS, LR, RATIO, SEED = 4, 1000, 0.1, 0.01, 0  # the rate: frontier.toml
 IDLE_EVERY = 4
 EVERY = 5  # steps between two points of a curve; extremes are of all steps
 
@@ -36,7 +35,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A run as those of docs/frontier.md, watched."""
+    """A run as those of scripts/study/frontier.toml, watched."""
 
     name: str
     title: str
@@ -127,5 +126,5 @@ def main(arguments: Sequence[str]) -> int:
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(arguments)
     torch.set_num_threads(1)  # sums keep their order from run to run
     write()
-    print(f"written: {pages.write('residuals').relative_to(pages.DOCS.parent)}")
+    pages.write("residuals")
     return 0

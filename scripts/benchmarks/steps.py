@@ -1,7 +1,7 @@
 """`make bench`: what compressing a ResNet-50's gradients costs, with and without momentum.
 
 One thread, no network. Two ranks of this process take turns; the times are those of the first. Also
-compares plain error feedback in PyTorch and in a graph of TensorFlow. Writes docs/benchmarks.md.
+compares plain error feedback in PyTorch and in a graph of TensorFlow. Writes docs/kernels.md.
 
     python scripts/bench.py steps [--repeats 10]
 
@@ -191,5 +191,5 @@ def main(arguments: Sequence[str]) -> int:
     taken = in_turns(ways(resnet50_specs()), args.repeats, warm_up=SETTLE)
     there = machine() | {"features": torch.backends.cpu.get_cpu_capability()}
     (RESULTS / "benchmarks.json").write_text(json.dumps({"taken": taken, "machine": there}) + "\n")
-    print(write("benchmarks").read_text())
+    write("benchmarks")
     return 0

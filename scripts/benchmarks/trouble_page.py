@@ -20,32 +20,10 @@ def values(results: Results) -> Values:
         "hosts": HOSTS,
         "rate": RATE.replace("mbit", " Mbit/s"),
         "compute": f"{1e3 * COMPUTE:g}",
-        **next(iter(results.values()))["machine"],
-        "planned": max(int(job["planned_steps"]) for job in results.values()),
-        "jobs": _jobs(results),
         "times": _times(results),
-        "results": _results(results),
         "same": "\n".join(_same_weights(results)),
-        "speed_up": _speed_ups(results),
         "sooner": "\n".join(_sooner(results)),
     }
-
-
-def _jobs(results: Results) -> str:
-    rows = (
-        [
-            RUNS[key].title,
-            job["machine"]["date"],
-            f"{job['load']['before']:g}, {job['load']['after']:g}",
-            str(_steps(job)),
-        ]
-        for key, job in results.items()
-    )
-    return table(["trouble", "ended", "load average before, after", "steps"], rows)
-
-
-def _steps(job: Job) -> int:
-    return len(next(iter(job["ways"].values()))["step"])
 
 
 def resent(job: Job) -> float:
@@ -55,8 +33,8 @@ def resent(job: Job) -> float:
 
 
 def _times(results: Results) -> str:
-    header = ["trouble", "packets sent again", "", "bytes a step and rank", "step, ms"]
-    header += ["times none", "exchange, ms", "waiting, ms"]
+    header = ["trouble", "packets sent again", "", "step, ms", "times none", "exchange, ms"]
+    header += ["dense's step / this"]
     return table(header, (line for key in results for line in _time_lines(results, key)))
 
 
@@ -69,11 +47,10 @@ def _time_lines(results: Results, key: str) -> Iterator[list[str]]:
             RUNS[key].title if is_first else "",
             f"{100 * resent(job):.2g}%" if is_first else "",
             way,
-            f"{found['sent_bytes']:,}",
             _typical(found["step"]),
             f"{_median(found['step']) / _median(plain['step']):.2f}",
             _typical(found["exchange"]),
-            _typical(found["waiting"]),
+            f"{_median(job['ways'][WAYS[0]]['step']) / _median(found['step']):.1f}",
         ]
 
 
@@ -84,29 +61,6 @@ def _typical(seconds: list[float]) -> str:
 
 def _median(seconds: list[float]) -> float:
     return statistics.median(seconds)
-
-
-def _results(results: Results) -> str:
-    header = ["trouble", "", "after", "weights", "residuals", "accuracy", "without trouble"]
-    header += ["residual", "gradient"]
-    return table(header, (line for key in results for line in _result_lines(results, key)))
-
-
-def _result_lines(results: Results, key: str) -> Iterator[list[str]]:
-    for way in WAYS:
-        step, here, plain = compared(results, key, way)
-        has_residuals = "residuals" in here[0]
-        yield [
-            RUNS[key].title if way == WAYS[0] else "",
-            way,
-            f"{step} steps",
-            _same(here, plain, "weights"),
-            _same(here, plain, "residuals") if has_residuals else "",
-            f"{100 * here[0]['accuracy']:.2f}%",
-            f"{100 * plain[0]['accuracy']:.2f}%",
-            f"{_mean(here, 'residual_norm'):.3g}" if has_residuals else "",
-            f"{_mean(here, 'gradient_norm'):.3g}" if has_residuals else "",
-        ]
 
 
 def compared(results: Results, key: str, way: str) -> tuple[str, list[Job], list[Job]]:
@@ -121,14 +75,6 @@ def is_same(here: list[Job], plain: list[Job], what: str) -> bool:
     return [rank[what] for rank in here] == [rank[what] for rank in plain]
 
 
-def _same(here: list[Job], plain: list[Job], what: str) -> str:
-    return "equal" if is_same(here, plain, what) else "differ"
-
-
-def _mean(ranks: list[Job], what: str) -> float:
-    return statistics.mean(rank[what] for rank in ranks)
-
-
 def _same_weights(results: Results) -> Iterator[str]:
     troubled = [key for key in results if key != PLAIN]
     for way in WAYS:
@@ -137,18 +83,6 @@ def _same_weights(results: Results) -> Iterator[str]:
             f"- {way}: in {sum(same)} of {len(same)} jobs, the same weights as in the job without "
             "trouble."
         )
-
-
-def _speed_ups(results: Results) -> str:
-    ours = WAYS[-1]
-    header = ["trouble", "dense exchange, ms", f"{ours} exchange, ms", f"{ours}: step faster by"]
-    return table(header, (_speed_up(job["ways"], RUNS[key].title) for key, job in results.items()))
-
-
-def _speed_up(methods: dict[str, Job], title: str) -> list[str]:
-    dense, ours = methods[WAYS[0]], methods[WAYS[-1]]
-    exchanges = (f"{1e3 * _median(each['exchange']):.0f}" for each in (dense, ours))
-    return [title, *exchanges, f"{_median(dense['step']) / _median(ours['step']):.2f}x"]
 
 
 def _sooner(results: Results) -> Iterator[str]:

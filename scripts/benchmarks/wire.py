@@ -2,7 +2,7 @@
 
 Hosts are network namespaces of this machine (`cluster`) with links of 1 Gbit/s. There is a job for
 each number of hosts, number of ranks a host and cycle time; all methods take turns in it
-(`wire_rank`). Writes docs/results/wire.json and docs/wire.md.
+(`wire_rank`). Writes docs/results/wire.json and docs/network.md.
 
     sudo make bench-wire                               # all jobs: half an hour on two cores
     sudo make bench-wire ARGS="2x1:50 4x2:50"          # these jobs: hosts x ranks : milliseconds

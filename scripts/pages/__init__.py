@@ -2,16 +2,19 @@
 
 In a template `{{name}}` is replaced by the number, the table or the picture of that name,
 `{{name:.1f}}` by the number in this format, and `{{name | argument | argument}}` by what the
-function of that name returns for these arguments.
-Paragraphs with figures in them are wrapped anew. `python scripts/page.py NAME` writes docs/NAME.md.
+function of that name returns for these arguments. Figures are those of the results that have the
+page's name; those of other results have their name and a slash before them: `{{wire/reduced}}`.
+Paragraphs with figures in them are wrapped anew. `python scripts/page.py NAME` writes every page
+that shows these results.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 RESULTS = DOCS / "results"
 Values = Mapping[str, Any]  # texts, numbers, and functions that return text
-REPORTS = {  # the pages of benchmarks -> the module whose `values` turns results into figures
+REPORTS = {  # results of benchmarks -> the module whose `values` turns them into figures
     "benchmarks": "benchmarks.steps",
     "crashes": "benchmarks.crashes_page",
     "fsdp": "benchmarks.fsdp",
     "kernels": "benchmarks.kernels_page",
+    "local_steps_seconds": "benchmarks.local_steps",
     "network": "benchmarks.network_page",
     "plan-grid": "benchmarks.plan_page",
     "readme": "front",
@@ -36,33 +40,67 @@ REPORTS = {  # the pages of benchmarks -> the module whose `values` turns result
 FIGURE = re.compile(r"\{\{(.*?)\}\}", re.S)
 
 
-def write(name: str) -> Path:
-    """Write a page."""
-    path = place(name)
-    path.write_text(text(name))
-    return path
+def write(name: str) -> None:
+    """Write every page that shows these results."""
+    for page in templates():
+        if page == name or name in shown(page):
+            place(page).write_text(text(page))
+            print(f"written: {place(page).relative_to(ROOT)}")
 
 
-def place(name: str) -> Path:
+def templates() -> Iterator[str]:
+    """Names of the pages that are made."""
+    return (path.stem for path in sorted(Path(__file__).parent.glob("*.md")))
+
+
+def shown(page: str) -> set[str]:
+    """Names of other results whose figures a page shows."""
+    return {*re.findall(r"\{\{\s*([\w-]+)/", template(page))}
+
+
+def template(page: str) -> str:
+    """The template of a page."""
+    return Path(__file__).with_name(f"{page}.md").read_text()
+
+
+def place(page: str) -> Path:
     """Where a page is."""
-    return ROOT / "README.md" if name == "readme" else DOCS / f"{name}.md"
+    return ROOT / "README.md" if page == "readme" else DOCS / f"{page}.md"
 
 
-def text(name: str) -> str:
+def text(page: str) -> str:
     """Return a page made from its template and the stored results, and draw its pictures."""
+    return filled_in(template(page), Figures(page))
+
+
+class Figures(Mapping[str, Any]):
+    """The figures of a page by name, and those of other results behind their names."""
+
+    def __init__(self, page: str) -> None:
+        self._page = page
+
+    def __getitem__(self, name: str) -> Any:
+        results, _, figure = name.rpartition("/")
+        return figures(results or self._page)[figure]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(figures(self._page))
+
+    def __len__(self) -> int:
+        return len(figures(self._page))
+
+
+@functools.cache
+def figures(name: str) -> Values:
+    """The figures of stored results; those of a study are runs."""
     report = importlib.import_module(REPORTS.get(name, "study.page"))
-    read = getattr(report, "read", stored)  # results of studies are runs
-    return made(name, report.values(read(name)))
+    values: Values = report.values(getattr(report, "read", stored)(name))
+    return values
 
 
 def stored(name: str) -> Any:
     """Results of a benchmark, as it wrote them."""
     return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def made(name: str, values: Values) -> str:
-    """A page with figures in its template."""
-    return filled_in(Path(__file__).with_name(f"{name}.md").read_text(), values)
 
 
 def filled_in(template: str, values: Values) -> str:
@@ -81,7 +119,7 @@ def filled_in(template: str, values: Values) -> str:
         return value(*arguments) if callable(value) else format(value, form)
 
     def block(text: str) -> str:
-        is_prose = "{{" in text and not text.startswith("{{")
+        is_prose = "{{" in text and not text.startswith(("{{", "|"))
         text = FIGURE.sub(put, text)
         return filled(text) if is_prose else text
 

@@ -9,8 +9,9 @@ from benchmarks.network import QUANTISED, SPARSE
 from horovod_topk.cli.bench.figures import figures
 from horovod_topk.core.run.substitute import Substitute, parse
 from horovod_topk.errors import TopKError
+from pages import RESULTS
 from pages.markdown import table
-from study.results import RESULTS, Study
+from study.results import Study
 
 ENCODE, NETWORK = RESULTS / "encode.json", RESULTS / "network.json"
 RUNS = {"sparse": SPARSE, "quantised": QUANTISED}  # runs of `benchmarks.network`, at each rate

@@ -6,9 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from benchmarks import local_steps as benchmark
 from horovod_topk.local.call import LocalCall
-from pages import stored
 from pages.markdown import table
 from study.results import Row, Study
 
@@ -18,10 +16,8 @@ def rounds(study: Study, cases: str, *names: str) -> str:
 
     An exchange is compared with one of float32, and the bytes of all steps with those of an
     exchange in every step. Models differ: the smallest and the largest figure stand there.
-
-    cases: patterns of titles, with semicolons between them.
     """
-    titles = [title for each in cases.split("; ") for title in study.titles(each)]
+    titles = study.titles(cases)
     rows = []
     for name in names:
         found = [study.rows(title).get(name) for title in titles]
@@ -30,12 +26,6 @@ def rounds(study: Study, cases: str, *names: str) -> str:
         cells = ["not run" if row is None else row.difference for row in found]
         rows.append([name, times(exchanges), times([row.reduction for row in known]), *cells])
     return table(["", "an exchange", "all steps", *titles], rows)
-
-
-def exchanged(study: Study, case: str, name: str) -> str:
-    """Bytes that a rank sends in an exchange."""
-    row = study.rows(case)[name]
-    return f"{row.sent_bytes * every_of(row):,.0f}"
 
 
 def payload(study: Study, case: str, name: str) -> str:
@@ -63,8 +53,3 @@ def times(reductions: Sequence[float]) -> str:
         return "no bytes"
     ends = (f"{each:,.{0 if each >= 10 else 1}f}x" for each in (min(known), max(known)))
     return " to ".join(dict.fromkeys(ends))
-
-
-def seconds(study: Study, sequences: str) -> str:
-    """The table of the benchmark on distant hosts, with so many sequences in a step."""
-    return benchmark.values(stored("local_steps_seconds"))[f"table_{sequences}"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +16,10 @@ from horovod_topk.cli.compare.records import Store
 from horovod_topk.cli.compare.result import Found
 from horovod_topk.cli.compare.session import results
 from horovod_topk.core.run.substitute import parse
+from pages import RESULTS
 from pages.markdown import rounded, spread, table
 from study import pictures
-from study.results import DENSE, RESULTS, Row, Study, end, shown
+from study.results import DENSE, Row, Study, end, shown
 
 RATES = ("best", "half", "limit")  # in the order of a grid's learning rates
 WORDS = {"best": "best rate", "half": "half of it", "limit": "largest rate"}
@@ -60,29 +62,12 @@ def places(study: Study) -> Iterator[Place]:
                 yield Place(found, rows)
 
 
-def progress(study: Study) -> str:
-    """How many cells have been run."""
-    cells = sum(len(settings.variants()) for settings in study.settings)
-    return f"{len(list(places(study)))} of {cells} cells"
-
-
 def grouped(study: Study, key: Callable[[Place], Any]) -> dict[Any, list[Place]]:
     """The cells that have been run, by a key, in the order of the study."""
     groups: dict[Any, list[Place]] = {}
     for place in places(study):
         groups.setdefault(key(place), []).append(place)
     return groups
-
-
-def means(study: Study, *names: str) -> str:
-    """Mean cost and worst cell by optimizer, steps, rate and metric; gains count as zero."""
-    groups = grouped(study, lambda p: (*_loop(p), p.found.metric.name))
-    rows = []
-    for (optimizer, steps, rate, metric), found in sorted(groups.items()):
-        figures = [_mean_and_worst(_rows(found, name), UNITS[metric]) for name in names]
-        head = [optimizer, f"{steps:,}", rate, metric.replace("_", " "), str(len(found))]
-        rows.append([*head, *figures])
-    return table(["optimizer", "steps", "rate", "metric", "cells", *names], rows)
 
 
 def _loop(place: Place) -> tuple[str, int, str]:
@@ -187,19 +172,20 @@ def worst(study: Study, name: str, count: str) -> str:
 
 
 def beyond_seeds(study: Study, name: str) -> str:
-    """Count and name the cells in which a compressor costs more than dense's own seeds differ.
+    """Count the cells in which a compressor costs more than dense's own seeds differ, by model.
 
     It also has to cost more than 2%, or 1 point. Cells at the largest rate do not count.
     """
     found = [p for p in places(study) if p.rate != "limit" and name in p.rows]
-    said = []
+    beyond = Counter[str]()
     for place in found:
         metric, cost = place.found.metric.name, place.rows[name].cost
         ends = [x for x in (end(metric, run) for run in _dense(place).values()) if x is not None]
         differs = 100 * (max(ends) - min(ends)) / (1 if metric == "accuracy" else min(ends))
         if cost > max({"%": 2.0, " points": 1.0}[UNITS[metric]], differs):
-            said.append(f"{cost:+.2f}{UNITS[metric]} ({_described(place)})")
-    return f"{len(said)} of {len(found)} cells: {'; '.join(said)}"
+            beyond[str(place.options["model"])] += 1
+    models = ", ".join(f"{count} of the model {model}" for model, count in beyond.items())
+    return f"{beyond.total()} of {len(found)} cells ({models})"
 
 
 def parts(study: Study) -> str:
@@ -226,28 +212,6 @@ def _described(place: Place) -> str:
 
 def _dense(place: Place) -> Mapping[int, Any]:
     return next(iter(place.rows.values())).dense
-
-
-def cells(study: Study, *names: str) -> str:
-    """Every cell: dense's final score, and what each compressor costs, seed by seed."""
-    rows = []
-    for place in places(study):
-        options, metric = place.options, place.found.metric.name
-        dense = _dense(place)
-        clip = f"{options['clip_norm']:g}" if options["clip_norm"] else "no"
-        rows.append(
-            [
-                *(str(options[key]) for key in ("model", "optimizer")),
-                f"{options['steps']:,}",
-                f"{options['lr']:g}, {place.rate}",
-                str(options["shards"]),
-                clip,
-                shown(metric, [end(metric, run) for run in dense.values()]),
-                *(_costs(place.rows.get(name), UNITS[metric]) for name in names),
-            ]
-        )
-    header = ["model", "optimizer", "steps", "rate", "shards", "clipped to", "dense"]
-    return table([*header, *names], rows)
 
 
 def by_loop(study: Study, name: str) -> str:

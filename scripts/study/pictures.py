@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,91 +10,10 @@ import matplotlib as mpl
 mpl.use("Agg")  # no display is needed to write a file
 from matplotlib import pyplot as plt
 
-from horovod_topk.cli.compare.picture import draw
-from horovod_topk.cli.compare.result import Found
 from study.results import Row
 
-COLOURS = {
-    "float32": "#444444",
-    "float16": "#8d6a9f",
-    "bfloat16": "#c98bb9",
-    "int8": "#1f77b4",
-    "int4": "#2e933c",
-    "sign": "#d1495b",
-}
-LINES = {"allgather": "-", "sharded": "--", "hierarchical": ":"}
-MARKERS = {"allgather": "o", "sharded": "s", "hierarchical": "D"}
 TICKS = (-1, 0, 0.5, 1, 2, 5, 10, 20, 50, 100)
 LABELS = {"accuracy": "points of accuracy below dense", "bits_per_byte": "% of bits above dense"}
-
-
-def scatter(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """What each setting costs against the bytes it sends; a line for each kind of setting."""
-    figure, axes = plt.subplots(figsize=(9.5, 4.8), dpi=120)
-    kinds: dict[tuple[str, str, bool], list[Row]] = {}
-    for row in rows:
-        settings = row.asked.settings
-        kind = settings.get("exchange", "allgather"), settings["values"]
-        if math.isfinite(row.cost):
-            kinds.setdefault((*kind, bool(settings["momentum"])), []).append(row)
-    for (exchange, values, adapted), found in sorted(kinds.items()):
-        found.sort(key=lambda row: row.sent_bytes)
-        axes.errorbar(
-            [row.sent_bytes for row in found],
-            [row.cost for row in found],
-            yerr=list(zip(*(row.reach for row in found), strict=True)),
-            color=COLOURS[values],
-            linestyle=LINES[exchange],
-            marker="^" if adapted else MARKERS[exchange],
-            markersize=4,
-            markerfacecolor=COLOURS[values] if exchange == "allgather" else "white",
-            capsize=2,
-            label=f"{exchange}{', the default' * adapted} {values}",
-        )
-    axes.axhline(0.0, color="#444444", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=2)
-    axes.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
-    axes.set_yticks([], minor=True)
-    axes.set_xlabel("bytes a step and rank")
-    axes.set_ylabel(LABELS[rows[0].metric])
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    axes.set_title(title)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def bars(path: Path, tolerance: float, rows: Mapping[str, Sequence[Row]]) -> None:
-    """What each loop costs, with its standard error, at each ratio."""
-    figure, axes = plt.subplots(figsize=(7.5, 6), dpi=110)
-    names = [row.name.split(" @ ")[0] for row in next(iter(rows.values()))]
-    for number, (ratio, found) in enumerate(rows.items()):
-        places = [place + 0.3 * (number - 0.5) for place in range(len(found))]
-        errors = [row.reach[0] for row in found]
-        costs = [row.cost for row in found]
-        axes.errorbar(costs, places, xerr=errors, fmt="o", capsize=3, label=f"ratio {ratio}")
-    axes.axvline(0, color="#444444", linewidth=0.8)
-    axes.axvline(tolerance, color="#444444", linewidth=0.8, linestyle="--")
-    axes.set_yticks(range(len(names)), [name.replace("`", "") for name in names], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xscale("symlog", linthresh=2)  # spikes cost a hundred times as much as the rest
-    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel(f"points of accuracy below dense (dashed: {tolerance:g})")
-    axes.legend(frameon=False)
-    axes.grid(axis="x", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def curves(path: Path, found: Found) -> None:
-    """All runs of a case, against steps and against bytes."""
-    draw(path, [found], timed=False)
 
 
 def dots(path: Path, found: Mapping[str, Sequence[Row]]) -> None:

@@ -1,7 +1,7 @@
 """The digits in training loops as people write them: clipping, half precision, restarts, odd data.
 
 An ordinary Horovod script, which `horovod-topk compare scripts/study/practice.toml` runs with every
-compressor of docs/practice.md. Each option adds one thing to the loop.
+compressor of docs/default.md. Each option adds one thing to the loop.
 """
 
 from __future__ import annotations

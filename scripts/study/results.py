@@ -17,7 +17,7 @@ from horovod_topk.cli.compare.settings import CompareSettings, of_file
 from horovod_topk.core.run.substitute import Substitute
 from horovod_topk.local.call import LocalCall, parse
 from pages import RESULTS
-from pages.markdown import spread, standard_error
+from pages.markdown import spread
 
 DENSE = "dense"
 
@@ -59,13 +59,6 @@ class Row:
     def cost(self) -> float:
         """The mean over seeds."""
         return statistics.mean(self.costs) if self.costs else math.nan
-
-    @property
-    def reach(self) -> tuple[float, float]:
-        """How far a picture's error bar goes down and up: of two seeds, to both values."""
-        if len(self.costs) > 2:
-            return standard_error(self.costs), standard_error(self.costs)
-        return self.cost - min(self.costs), max(self.costs) - self.cost
 
     @property
     def sent_bytes(self) -> float:
@@ -120,10 +113,16 @@ class Study:
         self.cases: dict[str, list[Found]] = {each.title: found for each, found in every}
 
     def titles(self, pattern: str) -> list[str]:
-        """Titles of the cases that match a pattern as of file names, in the order of the file."""
-        found = [t for t in self.cases if fnmatch.fnmatchcase(t, pattern)]
-        if not found:
-            raise ValueError(f"{self.name}: no case matches {pattern!r}")
+        """Titles of the cases that match a pattern as of file names, in the order of the file.
+
+        Semicolons stand between several patterns.
+        """
+        found = list[str]()
+        for each in pattern.split("; "):
+            matching = [title for title in self.cases if fnmatch.fnmatchcase(title, each)]
+            if not matching:
+                raise ValueError(f"{self.name}: no case matches {each!r}")
+            found += matching
         return found
 
     def found(self, title: str) -> Found:

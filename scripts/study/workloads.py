@@ -1,7 +1,7 @@
 """The examples as the studies train them on simulated ranks: model, loss, score, data of each rank.
 
 `horovod-topk compare --simulated` calls `workload(**options)`. A rank's batches are half as large
-as in docs/accuracy.md, whose two ranks are four here: a step sees as many examples as there.
+as in docs/default.md, whose two ranks are four here: a step sees as many examples as there.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_bytes_of_nodes_are_those_of_bytes(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_limits_are_those_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of README.md and docs/choosing.md: up to which bandwidth a ResNet-50 is compressed."""
+    """Of docs/choosing.md: up to which bandwidth a ResNet-50 is compressed."""
     limits: dict[tuple[str, str], int] = {}
     for optimizer in ("sgd", "adam", "none"):
         words = ["--compute", "62.5ms", "--values", "int4", "--optimizer", optimizer, "--json"]
@@ -118,8 +118,3 @@ def test_limits_are_those_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"at {gathered[0]} Gbit/s for allgather and {owned[0]} for sharded with SGD" in text
     assert f"(`--optimizer adam`: {gathered[1]} and {owned[1]}; CPU kernels)" in text
     assert f"at {gathered[2]} and {owned[2]} with `--optimizer none`" in text
-    readme = (printed.ROOT / "README.md").read_text(encoding="utf-8")
-    assert (
-        f"at {gathered[1]} to {owned[0]} Gbit/s (SGD or AdamW), and {gathered[2]} to {owned[2]}"
-        in readme
-    )

@@ -224,7 +224,7 @@ def check(args: argparse.Namespace) -> Asked:
         given = " ".join(args.values)
         raise ValueError(
             f"--values {given}: the verdict never recommends it, because training with it diverged "
-            f"or lost quality (docs/frontier.md). Add another format, as in --values int4 {given}"
+            f"or lost quality (docs/methods.md). Add another format, as in --values int4 {given}"
         )
     return Asked(
         args,

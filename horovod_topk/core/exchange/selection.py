@@ -23,7 +23,7 @@ from horovod_topk.ops import Ops
 Array = TypeVar("Array")
 
 SECOND_SELECTION = (
-    "; owners select a second time, which costs accuracy: docs/frontier.md, at the same ratio"
+    "; owners select a second time, which costs accuracy: docs/methods.md, at the same ratio"
 )
 _OVER_ALL: dict[str, Callable[..., Exchange[Any]]] = {  # exchanges over one collective, by name
     "allgather": Allgather,

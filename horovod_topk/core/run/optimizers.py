@@ -214,7 +214,7 @@ def advise(kind: str, config: Method, why: str, *, normalises: bool) -> tuple[st
 
 
 def _warn_of_plain(kind: str) -> str:
-    """Warn that error feedback alone trains much worse with Adam (docs/frontier.md)."""
+    """Warn that error feedback alone trains much worse with Adam (docs/methods.md)."""
     return _warned(
         f"TopKEF: {kind} divides by the mean square of gradients that arrive late and all at once, "
         "and trains language models much worse than without compression. Pass momentum='auto', "
