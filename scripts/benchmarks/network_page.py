@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.network import FAST, HOSTS, RATES, RUNS
 from horovod_topk.cli.bench.figures import figures
-from horovod_topk.cli.bench.picture import draw
 from horovod_topk.cli.bench.table import times
 from horovod_topk.cost import quantities
-from pages import RESULTS, Values
+from pages import Values
 from pages.markdown import table
 
 OVER_DDP = "ddp+topk"  # TopKEF's default
@@ -45,14 +42,7 @@ def values(results: Results) -> Values:
         "time": _time(results[FAST]),
         "settings": _exchanges(results, SETTINGS, RATES),
         "backward": _exchanges(results, AT_BACKWARD, ("sleep", "cpu")),
-        "picture": partial(picture, results, RESULTS / "network.png"),
     }
-
-
-def picture(results: Results, path: Path) -> str:
-    """Draw the exchange times, and return a link to the picture."""
-    draw(path, [results[rate] for rate in RATES if rate in results])
-    return "![Exchange time a step against the bandwidth of a host's link](results/network.png)"
 
 
 def _summary(results: Results) -> str:

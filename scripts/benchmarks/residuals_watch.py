@@ -25,11 +25,6 @@ from horovod_topk.core.exchange import Traffic
 from horovod_topk.core.run.runner import StepRunner
 
 
-def stich(delta: float) -> float:
-    """Times G."""
-    return 2 / delta
-
-
 def karimireddy(delta: float) -> float:
     """Times G."""
     return 2 * math.sqrt(1 - delta) / delta

@@ -90,8 +90,6 @@ class Setting:
     def environment(self) -> dict[str, str]:
         """Horovod's; process sets add messages to every cycle, and only hierarchical needs them."""
         found = {"HOROVOD_CYCLE_TIME": str(self.cycle)}
-        if self.cycle == QUIET:
-            found |= {"HOROVOD_TIMELINE": "DYNAMIC"}
         return found | {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if self.slots > 1 else found
 
 
@@ -101,10 +99,8 @@ def measure(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ClusterError: it failed.
     """
-    # Cycles are counted to subtract negotiation.
-    command = [RANK, "--steps", args.steps, *["--count-cycles"] * (setting.cycle == QUIET)]
     cluster = Cluster(setting.hosts, Link.of("1gbit"), slots=setting.slots)
-    job = on_hosts(command, cluster, LIMIT_SECONDS, setting.environment)
+    job = on_hosts([RANK, "--steps", args.steps], cluster, LIMIT_SECONDS, setting.environment)
     there = {"congestion control": CONTROL.read_text().strip(), "cycle": setting.cycle}
     return {"cycle": setting.cycle, **job, "machine": machine() | there}
 

@@ -18,7 +18,6 @@ from horovod_topk.cli.compare.session import results
 from horovod_topk.core.run.substitute import parse
 from pages import RESULTS
 from pages.markdown import rounded, spread, table
-from study import pictures
 from study.results import DENSE, Row, Study, end, shown
 
 RATES = ("best", "half", "limit")  # in the order of a grid's learning rates
@@ -240,10 +239,3 @@ def _costs(row: Row | None, unit: str) -> str:
     return ", ".join(
         "diverged" if math.isinf(cost) else f"{rounded(cost):+.2f}{unit}" for cost in row.costs
     )
-
-
-def dots(study: Study, name: str, *names: str) -> str:
-    """Link to a picture, which is drawn, of cost against bytes: a dot a cell."""
-    found = {n: [p.rows[n] for p in places(study) if n in p.rows] for n in names}
-    pictures.dots(RESULTS / name, found)
-    return f"![What each cell costs against the bytes that it sends](results/{name})"

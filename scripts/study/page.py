@@ -116,7 +116,7 @@ def runs(study: Study) -> str:
 
 FUNCTIONS: tuple[Callable[..., str], ...] = (
     *(difference, fewer, costs, gaps, summary, across, loops, within, panels, runs),
-    *(matrix.brief, matrix.worst, matrix.dots, matrix.parts, matrix.by_loop),
+    *(matrix.brief, matrix.worst, matrix.parts, matrix.by_loop),
     *(matrix.signed, matrix.beyond_seeds, matrix.changed, expenses.expenses),
     *(local_steps.rounds, local_steps.payload, local_steps.mean_cost),
 )

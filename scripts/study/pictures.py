@@ -16,34 +16,6 @@ TICKS = (-1, 0, 0.5, 1, 2, 5, 10, 20, 50, 100)
 LABELS = {"accuracy": "points of accuracy below dense", "bits_per_byte": "% of bits above dense"}
 
 
-def dots(path: Path, found: Mapping[str, Sequence[Row]]) -> None:
-    """What each cell costs against how many times fewer bytes it sends; diverged runs on top."""
-    figure, axes = plt.subplots(figsize=(9.5, 4.8), dpi=120)
-    top = 30.0
-    for place, (name, rows) in enumerate(found.items()):
-        costs = [min(row.cost, top) for row in rows]
-        axes.plot(
-            [row.reduction for row in rows],
-            costs,
-            linestyle="none",
-            marker="o^sD"[place % 4],
-            markersize=4,
-            alpha=0.7,
-            label=f"{name} ({len(rows)} cells)",
-        )
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_yscale("symlog", linthresh=2)
-    axes.set_ylim(-5, top * 1.2)
-    axes.set_yticks([-4, -2, -1, 0, 1, 2, 4, 10, 30])
-    axes.get_yaxis().set_major_formatter("{x:g}")
-    axes.set_xlabel("times fewer bytes than a ring allreduce of float32")
-    axes.set_ylabel("cost beside dense: % bits a byte, or points")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def panels(path: Path, cases: Mapping[str, Sequence[Row]]) -> None:
     """What each compressor costs against how many times fewer bytes it sends; a panel a case."""
     figure, grid = plt.subplots(

@@ -15,7 +15,7 @@ pytest.importorskip("horovod.torch")
 from matplotlib.figure import Figure
 
 import pages
-from benchmarks import network, trouble, trouble_page, wire_rank
+from benchmarks import network, trouble, trouble_page
 from benchmarks.wire import ways
 from horovod_topk.cli.bench.methods import parse_methods
 from horovod_topk.cli.bench.nic import Sent
@@ -174,24 +174,6 @@ def test_resent_packets_are_a_share_of_those_of_all_hosts() -> None:
 
 def test_bytes_are_all_that_leaves_the_card_and_what_is_carried_is_payload() -> None:
     assert (Sent(7, 2000) - Sent(2, 500)).payload == 1500 - 5 * 66
-
-
-def test_cycles_are_counted_in_a_timeline() -> None:
-    """Horovod leaves the names of processes, and of tensors, between them."""
-    timeline = """[
-    {"name": "process_name", "ph": "M", "args": {"start_time_since_epoch_in_micros":5000000}},
-    {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "allreduce.x"}},
-    {"ph": "i", "name": "CYCLE_START", "ts": 500000, "s": "g"},{"ph": "E", "ts": 600000, "pid": 1},
-    {"ph": "i", "name": "CYCLE_START", "ts": 1000000, "s": "g"}]"""
-    assert wire_rank.starts_in(timeline) == [5.5, 6.0]
-
-
-def test_negotiation_is_that_of_as_many_idle_cycles() -> None:
-    active, idle = Sent(100, 10_000), Sent(10, 1_000)
-    told = wire_rank.beyond_negotiation(active, idle, cycles=(30, 20), steps=2)
-    assert told["cycles"] == 15
-    assert told["exchanged_bytes"] == (10_000 - 1.5 * 1_000) / 2
-    assert told["exchanged_payload"] == told["exchanged_bytes"] - 66 * (100 - 1.5 * 10) / 2
 
 
 def test_nodes_are_exchanged_between_where_there_are_some() -> None:
