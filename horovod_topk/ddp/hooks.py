@@ -6,7 +6,7 @@ from horovod_topk.torch_training.in_backward import BackwardHooks, Refusals
 
 ATTACH = (
     "Call TopKEF().attach(model, optimizer) before backward(). Lightning needs a callback for it, "
-    "as it registers ddp_comm_hook= on CUDA devices alone: docs/ddp.md"
+    "as it registers ddp_comm_hook= on CUDA devices alone: docs/integrations.md"
 )
 UNUSED = "If it is frozen or unused, pass find_unused_parameters=True to DistributedDataParallel"
 SYNC = "Run a step's last backward() outside of no_sync(), and"
