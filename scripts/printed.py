@@ -1,22 +1,24 @@
 """`make printed`: prints anew what pages show of commands whose output follows from the code alone.
 
 These are the code blocks that begin with `$ horovod-topk plan` or `bytes`, or `compare` with
-`--no-runs`, and have output; and the blocks with formulas of `horovod_topk/updates/formulas.py`.
+`--no-runs`, and have output; the blocks with formulas of `horovod_topk/updates/formulas.py`; and
+the tables of errors and warnings, which follow a comment such as `<!-- printed: errors -->`.
 `tests/unit/test_printed.py` compares; this script rewrites.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from horovod_topk import cli
+from horovod_topk import cli, errors
 from horovod_topk.updates import formulas
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +27,8 @@ BLOCK = re.compile(r"^```console\n(\$ horovod-topk (?:[^\n]*\\\n)*[^\n]*\n)(.*?)
 EXACT = ("plan", "bytes")
 FORMULAS = re.compile(r"^```text formulas: (\w+)\n(.*?)^```$", re.M | re.S)
 FUNCTION = re.compile(r'^def (\w+)\(.*?^    """(.*?)\.(?:"""|$)', re.M | re.S)
+TABLE = re.compile(r"^<!-- printed: (\w+) -->\n\n(?:\|[^\n]*\n)*", re.M)
+WARNERS = ("warning", "_warn", "_warned", "_say")  # functions that write a warning to the log
 
 
 def blocks(text: str) -> Iterator[re.Match[str]]:
@@ -66,8 +70,69 @@ def mathematics(part: str) -> str:
     return "".join(f"{name:{width}}   {line}\n" for name, line in found)
 
 
+def error_rows() -> Iterator[str]:
+    """A row for each error: its name and cause, and the cure, from its docstring."""
+    yield from ("| error | cause | cure |", "| --- | --- | --- |")
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.TopKError) and kind.__base__:
+            if kind is not errors.TopKError:
+                cause, _, cure = " ".join((inspect.getdoc(kind) or "").split()).partition(" Cure: ")
+                yield f"| `{name}` | {cause} | {cure} |"
+
+
+def warning_rows() -> Iterator[str]:
+    """A row for each warning in the log: its text, with dots where values are."""
+    yield from ("| warning |", "| --- |")
+    texts = set[str]()
+    for path in sorted((ROOT / "horovod_topk").rglob("*.py")):
+        texts |= set(warnings_of(ast.parse(path.read_text(encoding="utf-8"))))
+    for text in sorted(texts):
+        escaped = re.sub(r"([*_<|\[])", r"\\\1", text)
+        yield f"| {escaped} |"
+
+
+def warnings_of(module: ast.Module) -> Iterator[str]:
+    """Texts that a module gives to `WARNERS`, itself or by a name, or returns for one of them."""
+    named = {
+        target.id: node.value
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(module):
+        given: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            given = node.args if name in WARNERS else []
+        elif isinstance(node, ast.Return) and node.value:
+            given = [node.value] if spoken(node.value).startswith("TopKEF: ") else []
+        for each in given:
+            text = spoken(named.get(each.id, each) if isinstance(each, ast.Name) else each)
+            if len(re.findall(r"\w+", text)) > 3:
+                yield text
+
+
+def spoken(text: ast.expr) -> str:
+    """A text as it is written in a module, with dots where values are."""
+    if isinstance(text, ast.Constant) and isinstance(text.value, str):
+        return re.sub(r"%[.\d]*[a-z]", "…", text.value)
+    if isinstance(text, ast.JoinedStr):
+        return "".join(spoken(each) for each in text.values)
+    if isinstance(text, ast.BinOp) and isinstance(text.op, ast.Add):
+        return spoken(text.left) + spoken(text.right)
+    return "…"
+
+
+TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
+    "errors": error_rows,
+    "warnings": warning_rows,
+}
+
+
 def rewritten(text: str) -> str:
     """A page with every such block as it is now."""
+    text = TABLE.sub(lambda it: "\n".join([it[0].splitlines()[0], "", *TABLES[it[1]](), ""]), text)
     text = FORMULAS.sub(lambda it: f"```text formulas: {it[1]}\n{mathematics(it[1])}```", text)
     parts, end = [], 0
     for found in blocks(text):
