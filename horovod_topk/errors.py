@@ -158,7 +158,7 @@ class MissingRanksError(TopKError, RuntimeError):
 class PayloadError(TopKError, RuntimeError):
     """Received bytes are not a payload of this bucket.
 
-    Cure: Install the same version on all ranks. If they have it, look for a damaged network or memory.
+    Cure: Install the same version on all ranks. If they have it, look for a damaged network.
     """
 
 

@@ -49,43 +49,53 @@ TOKEN = re.compile(r"\d+(?:\.\d+)?|[A-Za-z]+'s\b|[A-Za-z]+\d?|<=|\S")
 SYMBOLS = {"phi": "φ", "mu": "μ", "beta": "β", "eps": "ε"}
 NAMES = {*SYMBOLS, "lr", "rms", "far", "cut", "decay", "min", "max", "sqrt"}
 CLOSING = {"(": ")", "[": "]", "|": "|"}
-SIGNS = {"<=": "≤", "-": "−"}
+SIGNS = {"<=": "&le;", "-": "&minus;", "'": "&prime;", '"': "&Prime;"}
+SPACE, BELOW_ALL = '<mspace width="0.2em"/>', "</mrow></mfrac>"
+QUOTIENT = re.compile(r"<mfrac><mrow>(.*?)</mrow><mrow>(.*?)</mrow></mfrac>")
 
 
 def mathml(formula: str) -> str:
-    """A line of `horovod_topk/updates/formulas.py` as MathML; words in it stay words."""
+    """A line of `horovod_topk/updates/formulas.py` as MathML; words in it stay words.
+
+    Raises:
+        ValueError: brackets are not closed, or not opened.
+    """
     tokens = TOKEN.findall(formula)
-    row = _row(tokens, "")
-    if tokens:
-        raise ValueError(f"{formula!r}: {tokens[0]!r} is not understood")
-    return f"<math>{row}</math>"
+    return f'<math displaystyle="true">{_row(tokens, "")}</math>'
 
 
 def _row(tokens: list[str], end: str) -> str:
     """Terms up to a closing bracket, which is taken; each quotient has all factors before it."""
-    done, factors = [], list[str]()
+    done, factors, quotient = [], list[str](), ""
     while tokens and tokens[0] != end:
         if tokens[0] == "/":
             tokens.pop(0)
-            above = _bare(factors[0]) if len(factors) == 1 else _product(factors)
-            below = _words(tokens) if _is_word(tokens[0]) else _bare(_atom(tokens))
-            factors = [f"<mfrac><mrow>{above}</mrow><mrow>{below}</mrow></mfrac>"]
+            below = _words(tokens) if _is_word(tokens[0]) else _atom(tokens)
+            if factors == [quotient]:  # a / b / c is a / (b c)
+                quotient = f"{quotient.removesuffix(BELOW_ALL)}{SPACE}{below}{BELOW_ALL}"
+            else:
+                above = _bare(factors[0]) if len(factors) == 1 else _product(factors)
+                quotient = f"<mfrac><mrow>{above}</mrow><mrow>{_bare(below)}{BELOW_ALL}"
+            factors = [quotient]
         elif _is_word(tokens[0]):
             done += [_product(factors), _words(tokens)]
             factors = []
         elif re.match(r"[\w(\[|]", tokens[0]):
             factors.append(_atom(tokens))
+        elif tokens[0] in CLOSING.values():
+            raise ValueError(f"a {tokens[0]!r} that nothing opens")
         else:
             sign = tokens.pop(0)
-            done += [_product(factors), f"<mo>{html.escape(SIGNS.get(sign, sign))}</mo>"]
+            done += [_product(factors), f"<mo>{SIGNS.get(sign, html.escape(sign))}</mo>"]
             factors = []
-    if end and tokens:
-        tokens.pop(0)
+    if end and not tokens:
+        raise ValueError(f"no {end!r} at the end")
+    del tokens[:1]
     return "".join([*done, _product(factors)])
 
 
 def _product(factors: list[str]) -> str:
-    return '<mspace width="0.2em"/>'.join(factors)
+    return SPACE.join(factors)
 
 
 def _words(tokens: list[str]) -> str:
@@ -117,11 +127,13 @@ def _atom(tokens: list[str]) -> str:
         found = f"<msub>{found}<mn>{digit}</mn></msub>" if digit else found
     while tokens and tokens[0] in ("'", '"', "_", "^"):
         mark = tokens.pop(0)
-        if mark in "_^":
-            kind = "msub" if mark == "_" else "msup"
-            found = f"<{kind}>{found}<mrow>{_bare(_atom(tokens))}</mrow></{kind}>"
+        if mark == "_":
+            found = f"<msub>{found}<mrow>{_bare(_atom(tokens))}</mrow></msub>"
+        elif mark == "^":
+            power = QUOTIENT.sub(r"\1<mo>/</mo>\2", _bare(_atom(tokens)))
+            found = f"<msup>{found}<mrow>{power}</mrow></msup>"
         else:
-            found = f"<msup>{found}<mo>{'′' if mark == chr(39) else '″'}</mo></msup>"
+            found = f'<mrow>{found}<mo lspace="0" rspace="0">{SIGNS[mark]}</mo></mrow>'
     return found
 
 

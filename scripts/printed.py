@@ -74,10 +74,9 @@ def error_rows() -> Iterator[str]:
     """A row for each error: its name and cause, and the cure, from its docstring."""
     yield from ("| error | cause | cure |", "| --- | --- | --- |")
     for name, kind in vars(errors).items():
-        if isinstance(kind, type) and issubclass(kind, errors.TopKError) and kind.__base__:
-            if kind is not errors.TopKError:
-                cause, _, cure = " ".join((inspect.getdoc(kind) or "").split()).partition(" Cure: ")
-                yield f"| `{name}` | {cause} | {cure} |"
+        if isinstance(kind, type) and errors.TopKError in kind.__mro__[1:]:
+            cause, _, cure = " ".join((inspect.getdoc(kind) or "").split()).partition(" Cure: ")
+            yield f"| `{name}` | {cause} | {cure} |"
 
 
 def warning_rows() -> Iterator[str]:

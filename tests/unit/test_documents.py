@@ -96,8 +96,8 @@ def test_horovodrun_takes_the_options_that_pages_give_it(monkeypatch: pytest.Mon
         assert runner.parse_args().command, (page, command)
 
 
-def test_settings_page_names_every_statistic_and_method_of_the_state() -> None:
-    page = _text(ROOT / "docs/settings.md")
+def test_monitoring_page_names_every_statistic_and_method_of_the_state() -> None:
+    page = _text(ROOT / "docs/monitoring.md")
     names = {field.name for kind in (Stats, StepCounters) for field in dataclasses.fields(kind)}
     names |= {name for name, each in vars(BaseCompressor).items() if isinstance(each, Forwarded)}
     missing = {name for name in names if not re.search(rf"`{name}[`(]", page)}
@@ -151,21 +151,67 @@ def test_a_class_of_the_core_has_a_name_of_its_own() -> None:
     assert {name: files for name, files in named.items() if len(files) > 1} == {}
 
 
-def test_the_site_has_every_page_and_names_what_exists() -> None:
-    """`make docs` builds it."""
+ENTRY = re.compile(r"^::: (\S+)\n(?:    options:(?: \{members: (\[.*?\]|false).*\})?\n)?", re.M)
+
+
+def test_the_site_has_every_page() -> None:
+    """`make docs` builds it, and adds the changelog."""
     listed = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
-    for page in (ROOT / "docs").glob("*.md"):
-        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
-            assert _has_docstring(name), name
+    pages = [page.name for page in (ROOT / "docs").glob("*.md")]
+    assert sorted(listed) == sorted([*pages, "changelog.md"])
 
 
-def _has_docstring(name: str) -> bool:
-    """Whether a dotted name is a module, or a class or function of one, with a docstring."""
+def test_the_reference_has_a_docstring_for_all_that_it_shows() -> None:
+    """The site would leave out members without one."""
+    entries = ENTRY.findall(_text(ROOT / "docs/api.md"))
+    assert len(entries) > 25
+    without = [
+        f"{name}{member and f'.{member}'}"
+        for name, members in entries
+        for member in ("", *_shown(name, members))
+        if not _docstring(name, member)
+    ]
+    assert without == []
+
+
+def test_a_missing_docstring_would_be_noticed() -> None:
+    assert _docstring("horovod_topk.schedules", "Accordion")
+    assert _docstring("horovod_topk.core.run.attached.Attached", "stats")
+    assert not _docstring("horovod_topk.core.run.attached.Attached", "stat")
+    assert not _docstring("horovod_topk.checkpoint.load", "strict")
+
+
+def _shown(name: str, members: str) -> list[str]:
+    """Members that the site shows: those in the options, or all public ones."""
+    if members:
+        return [] if members == "false" else re.findall(r"\w+", members)
+    body = getattr(_node(name), "body", [])
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return [each.name for each in body if isinstance(each, kinds) and each.name[0] != "_"]
+
+
+def _docstring(name: str, member: str) -> str | None:
+    """Docstring of a module, a class or a function, or of a member, which a base class may have."""
+    node = _node(name)
+    if not member:
+        return ast.get_docstring(node)
+    found = [each for each in node.body if getattr(each, "name", "") == member]
+    if found:
+        return ast.get_docstring(found[0])  # type: ignore[arg-type]
+    bases = [ast.unparse(each).partition("[")[0] for each in getattr(node, "bases", [])]
+    module = importlib.import_module(name.rpartition(".")[0]) if bases else None
+    kinds = [getattr(module, each) for each in bases if "." not in each]
+    return next(
+        (text for kind in kinds if (text := inspect.getdoc(getattr(kind, member, None)))), None
+    )
+
+
+def _node(name: str) -> Any:
+    """The syntax of a module, or of a class or function in one."""
     path = ROOT / name.replace(".", "/")
     for module in (path.with_suffix(".py"), path / "__init__.py"):
         if module.exists():
-            return bool(ast.get_docstring(ast.parse(module.read_text())))
-    tree = ast.parse(path.parent.with_suffix(".py").read_text())
-    found: list[Any] = [each for each in tree.body if getattr(each, "name", "") == path.name]
-    return any(ast.get_docstring(each) for each in found)
+            return ast.parse(module.read_text())
+    tree = _node(name.rpartition(".")[0])
+    (found,) = [each for each in tree.body if getattr(each, "name", "") == path.name]
+    return found

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import html
 import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+import docs_site
 import printed
 from horovod_topk import cli
 from horovod_topk.cli.options import Parser, add, behind_dashes, joined
@@ -36,13 +40,48 @@ def test_another_output_would_be_noticed() -> None:
 
 
 def test_another_formula_would_be_noticed() -> None:
-    page = (printed.ROOT / "docs/settings.md").read_text(encoding="utf-8")
+    page = (printed.ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
     assert printed.FORMULAS.findall(page) == [
         (part, printed.mathematics(part)) for part in ("Arrivals", "SGD", "Adam")
     ]
     changed = page.replace("S = mu B + c g", "S = mu B + g")
     assert changed != page
     assert printed.rewritten(changed) == page
+
+
+def test_formulas_are_mathematics_on_the_site() -> None:
+    page = (printed.ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+    lines = [line for _, text in printed.FORMULAS.findall(page) for line in text.splitlines()]
+    for line in lines:
+        ElementTree.fromstring(html.unescape(docs_site.mathml(line.split(maxsplit=1)[1])))
+    assert "<mi>a</mi><mo>+</mo><mfrac><mrow><mi>b</mi>" in docs_site.mathml("a + b / c / (d - 1)")
+    for wrong in ("a) + b", "(a + b"):
+        with pytest.raises(ValueError, match="nothing opens|at the end"):
+            docs_site.mathml(wrong)
+
+
+def test_every_error_has_a_cause_and_a_cure() -> None:
+    _, _, *rows = printed.error_rows()
+    assert len(rows) == 20
+    for row in rows:
+        name, cause, cure = row.strip("| ").split(" | ")
+        assert cause.endswith(".") and cure.endswith("."), name
+
+
+def test_warnings_are_found_however_they_are_given() -> None:
+    module = """
+TEXT = "a text that has a name"
+log.warning("%s has %d of %.3g", name, 2, 3.0)
+log.warning("%s", TEXT)
+self._warn(f"the {first} of {second!r} " "is gone")
+def note(): return "TopKEF: it was there until " + what
+log.info("this is said, and does not warn")
+"""
+    assert [*printed.warnings_of(ast.parse(module))] == [
+        "a text that has a name",
+        "the … of … is gone",
+        "TopKEF: it was there until …",
+    ]
 
 
 COMMAND = re.compile(r"^\$ (?:[^\n]* )?horovod-topk ((?:[^\n]*\\\n)*[^\n]*)$", re.M)
