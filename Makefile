@@ -115,7 +115,7 @@ $(STUDIES): setup
 
 ## Pages alone, from stored results: .venv/bin/python scripts/page.py NAME
 
-printed: setup ## print anew what pages show of plan, bytes, compare and formulas (seconds; a test compares)
+printed: setup ## print anew what pages show of plan, bytes, compare, formulas and errors (seconds; a test compares)
 	$(RUN) scripts/printed.py $(ARGS)
 
 docs: setup ## build the site into build/site; dead links are errors (half a minute)

@@ -23,8 +23,8 @@ SECONDS = tuple(2.0**power for power in range(-12, 6))  # bounds of histograms: 
 class Prometheus:
     """Counts steps in a registry of its own, and serves its metrics over HTTP.
 
-    Counters are totals; queries compute rates and quotients. docs/monitoring.md has some queries,
-    with alerts.
+    Counters are totals; queries compute rates and quotients. docs/monitoring.md has a query
+    and alerts.
 
     Args:
         rank: this rank, the label of all metrics.
