@@ -119,5 +119,5 @@ printed: setup ## print anew what pages show of plan, bytes, compare, formulas a
 	$(RUN) scripts/printed.py $(ARGS)
 
 docs: setup ## build the site into build/site; dead links are errors (half a minute)
-	$(RUN) -m pip install --quiet 'mkdocs-material>=9.6,<10' 'mkdocstrings[python]>=1,<2'
+	$(RUN) -m pip install --quiet 'mkdocs-material>=9.6,<10' 'mkdocstrings[python]>=1,<2' 'mkdocs-jupyter>=0.25,<1'
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build $(ARGS)

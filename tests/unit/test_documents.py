@@ -156,8 +156,9 @@ ENTRY = re.compile(r"^::: (\S+)\n(?:    options:(?: \{members: (\[.*?\]|false).*
 
 def test_the_site_has_every_page() -> None:
     """`make docs` builds it, and adds the changelog."""
-    listed = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    pages = [page.name for page in (ROOT / "docs").glob("*.md")]
+    listed = re.findall(r": (\S+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    files = [each for kind in ("*.md", "*.ipynb") for each in (ROOT / "docs").rglob(kind)]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in files]
     assert sorted(listed) == sorted([*pages, "changelog.md"])
 
 
