@@ -33,9 +33,9 @@ LINES = {  # method of the benchmark -> label and style
 }
 MODEL = "resnet50"
 COLUMNS = {  # of the table of quality -> study and metrics
-    "five models of text, %": ("default", ["bits_per_byte"]),
-    "a residual network, points": ("default", ["accuracy"]),
-    "four models on which nothing was chosen, %": ("unseen", ["bits_per_byte", "mse"]),
+    "five text models, %": ("default", ["bits_per_byte"]),
+    "a residual network, points of accuracy": ("default", ["accuracy"]),
+    "four held-out models, %": ("unseen", ["bits_per_byte", "mse"]),
 }
 
 
@@ -118,12 +118,12 @@ def _quality() -> str:
                 kind.setdefault(name + metrics[0], []).extend(row.costs)
     rows = []
     for optimizer in sorted(found, key=list(OPTIMIZERS).index):
-        columns = (found[optimizer].get(name + kind[0], []) for name, kind in COLUMNS.values())
-        rows.append([OPTIMIZERS[optimizer], *map(_said, columns)])
+        keys = [name + kind[0] for name, kind in COLUMNS.values()]
+        if found[optimizer].keys() >= {*keys}:
+            costs = (found[optimizer][key] for key in keys)
+            rows.append([OPTIMIZERS[optimizer], *map(_said, costs)])
     return table(["mean, worst run (runs)", *COLUMNS], rows)
 
 
 def _said(costs: list[float]) -> str:
-    if not costs:
-        return "not run"
     return f"{statistics.mean(costs):+.1f}, {max(costs):+.1f} ({len(costs)})"
