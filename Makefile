@@ -36,7 +36,7 @@ TIER ?= fast
 STUDIES := accuracy allocation frontier default local-steps methods optimizers practice
 BENCHMARKS := bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes
 
-.PHONY: help setup demo clean test test-tools test-all test-integrations check fuzz printed docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy allocation frontier default local-steps methods optimizers practice
+.PHONY: help setup demo demo-ddp dist clean test test-tools test-all test-integrations check fuzz printed docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy allocation frontier default local-steps methods optimizers practice
 
 help: ## list the targets
 	@sed -nE 's/^## (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -46,6 +46,9 @@ setup: ## create .venv with both frameworks and Horovod (minutes the first time,
 
 demo: setup ## train a CNN on two ranks, dense and then with TopKEF; a table and a picture (3 minutes)
 	$(RUN) scripts/demo.py $(ARGS)
+
+dist: ## build the released files into dist/ and check them; needs no .venv (10 minutes)
+	"$(PYTHON)" scripts/dist.py
 
 clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
 	rm -rf .venv build dist horovod_topk/kernels/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache

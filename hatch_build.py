@@ -1,5 +1,6 @@
 """Compiles the CPU kernels into the wheel. Without a compiler the wheel is pure Python.
 
+Any C++17 compiler will do; `scripts/dist.py` has one that compiles for older systems and ARM64.
 `HOROVOD_TOPK_REQUIRE_NATIVE=1` makes a failure to compile an error.
 """
 
@@ -12,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-from packaging.tags import platform_tags
 
 COMPILE = Path("horovod_topk") / "kernels" / "compile.py"
 
@@ -35,8 +35,8 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg, misc]
             return
         build_data["artifacts"] += [str(each.relative_to(root)) for each in libraries]
         build_data["pure_python"] = False
-        platform = next(tag for tag in platform_tags() if tag.startswith("linux"))
-        build_data["tag"] = f"py3-none-{platform}"  # nobody has checked for manylinux
+        # `make dist` has auditwheel check for manylinux, and name the wheel so.
+        build_data["tag"] = f"py3-none-linux_{compiling.target_machine()}"
 
 
 def _load(path: Path) -> ModuleType:

@@ -16,7 +16,7 @@ from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import TopK as TopKConfig
 from horovod_topk.reporting import report, seed
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["TopKConfig", "__version__", "errors", "report", "seed"]
 
 

@@ -79,6 +79,19 @@ def find_compiler() -> list[str]:
     raise CompileError("no C++ compiler was found (c++, g++, clang++, or $CXX)")
 
 
+def target_machine() -> str:
+    """The processor that the compiler compiles for, as wheels name it: "x86_64" or "aarch64".
+
+    A cross compiler in $CXX compiles for another processor than this machine's.
+
+    Raises:
+        CompileError: no compiler was found, or it failed.
+    """
+    macros = run([*find_compiler(), "-dM", "-E", "-x", "c++", os.devnull]).split()
+    known = [name for name in ("x86_64", "aarch64") if f"__{name}__" in macros]
+    return known[0] if known else platform.machine().lower()
+
+
 def digest() -> str:
     """A digest of the kernels' sources, which identifies their version."""
     files = sorted(file for file in SOURCES.rglob("*") if file.is_file())
@@ -97,7 +110,7 @@ def compile_objects(
     """
     compiler = find_compiler()
     version = f'-DTOPKEF_DIGEST="{digest()}"'
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    is_x86 = target_machine() == "x86_64"
 
     def compile_one(name: str) -> Path:
         target = folder / f"{Path(name).name}.o"
@@ -138,8 +151,8 @@ def _put(library: Path, folder: Path) -> Path:
     return beside.replace(folder / library.name)
 
 
-def run(command: Sequence[str]) -> None:
-    """Run a command without output if it succeeds.
+def run(command: Sequence[str]) -> str:
+    """Run a command and return its output.
 
     Raises:
         CompileError: the command failed.
@@ -147,6 +160,7 @@ def run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
+    return done.stdout
 
 
 def main() -> int:

@@ -43,6 +43,8 @@ PROBE_SECONDS = 4
 # How to have GPU operations after all. `make` hands CUDA_HOME on to what it runs.
 GPU_CURE = "for GPU operations: make clean setup CUDA_HOME=/path/to/cuda"
 
+DURATION = "Setting up: about 5 minutes on two cores the first time, 2 with a kept Horovod"
+
 # Measured with the CPU build of torch; the CUDA one brings 6 GB more.
 ENVIRONMENT_BYTES = int(3.9 * machine.GB)
 DOWNLOAD_BYTES = int(1.0 * machine.GB)  # pip's wheels, until they are installed
@@ -95,10 +97,13 @@ def _provision(
     log = environment.root / "build" / "setup.log"
     runner = Runner(log, command_environment(environment, variables), console)
     if not environment.is_reusable():
+        console.step(f"{DURATION}; all output is in {log.relative_to(environment.root)}")
         create(environment, runner)
     with environment.being_changed():
         index = "" if runner.env.get("CUDA_HOME") else TORCH_CPU_INDEX
-        install_frameworks(environment, runner, torch_index=index)
+        with runner.beside(editable(environment), "horovod_topk cannot be installed"):
+            console.step("Compiling the kernels of horovod_topk, beside what follows")
+            install_frameworks(environment, runner, torch_index=index)
     versions = horovod.installed_versions(environment.python, runner)
     console.note(torch_build(versions))
     add_horovod(environment, runner, cache, compiler, versions)
@@ -219,13 +224,20 @@ def install_frameworks(
 
 
 def install_package(environment: Environment, wheel: Path, runner: Runner) -> None:
-    """Horovod from its wheel, and this package, editable, with its extras."""
-    runner.console.step(f"Installing Horovod and horovod_topk[{EXTRAS}]")
+    """Horovod from its wheel, and what the extras of this package need."""
+    runner.console.step(f"Installing Horovod and what horovod_topk[{EXTRAS}] needs")
     # Forced: to pip, wheels built against different frameworks are the same version.
     pip_install(environment, runner, "--force-reinstall", "--no-deps", str(wheel))
     pip_install(environment, runner, "--no-deps", TF_KERAS)
-    package = f"{environment.root}[{EXTRAS}]"
-    pip_install(environment, runner, "--editable", package, f"horovod=={horovod.VERSION}", *PINS)
+    # By its name, as `editable` has installed it: it is not compiled again for its extras.
+    package = f"horovod-topk[{EXTRAS}]"
+    pip_install(environment, runner, package, f"horovod=={horovod.VERSION}", *PINS)
+
+
+def editable(environment: Environment) -> list[str]:
+    """The command that installs this package from its checkout, and compiles its kernels."""
+    command = [str(environment.python), "-m", "pip", "install", "--progress-bar", "off"]
+    return [*command, "--no-deps", "--editable", str(environment.root)]
 
 
 def pip_install(environment: Environment, runner: Runner, *arguments: str) -> None:

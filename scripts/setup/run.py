@@ -81,7 +81,13 @@ class Runner:
     ) -> str:
         """Run `command` and return its output; if it fails, raise `error`: `failure` and why."""
         start = self.log.stat().st_size
-        status = self._run(command, self.env if env is None else env)
+        status = self._wait(self._start(command, self.env if env is None else env))
+        return self._output(status, start, failure, error)
+
+    def _output(
+        self, status: int, start: int, failure: str, error: type[SetupError] = SetupError
+    ) -> str:
+        """What a command has written to the log, from byte `start` on, or `error`."""
         output = _read(self.log, start)
         if status:
             places = (self.log.parent, Path(tempfile.gettempdir()))
@@ -89,12 +95,21 @@ class Runner:
             raise error(f"{failure}: {cause} (log: {self.log})")
         return output
 
-    def _run(self, command: Sequence[object], env: Mapping[str, str]) -> int:
+    @contextlib.contextmanager
+    def beside(self, command: Sequence[object], failure: str) -> Iterator[None]:
+        """Run `command` while the block runs, with a log of its own; raise if it fails."""
+        other = Runner(self.log.with_suffix(".2.log"), self.env, self.console)
+        process = other._start(command, self.env)
+        with _ended_with_us(process):
+            yield
+        other._output(other._wait(process), 0, failure)
+
+    def _start(self, command: Sequence[object], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             log.write(f"\n$ {' '.join(map(str, command))}\n".encode())
             log.flush()
             # A session of its own, so that a whole tree of compilers can be ended at once.
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 list(map(str, command)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -102,6 +117,8 @@ class Runner:
                 env=env,
                 start_new_session=True,
             )
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
         with _ended_with_us(process):
             while True:
                 try:

@@ -1,4 +1,8 @@
 /* The C interface of a bucket: divides a bucket's tensors among threads. */
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -19,18 +23,39 @@
 
 namespace topkef {
 
+#if defined(__x86_64__)
+namespace {
+
+/* What the processor has and the system saves. Asked of the processor itself: Zig's compiler, which
+ * compiles the released wheels, answers __builtin_cpu_supports with no. */
+struct Processor {
+  bool avx2 = false, avx512 = false;
+
+  Processor() {
+    unsigned eax, ebx, ecx, edx, saved, high;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return;
+    const unsigned needed = bit_OSXSAVE | bit_AVX | bit_F16C | bit_POPCNT;
+    if ((ecx & needed) != needed || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return;
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    const unsigned ymm = 0x06, zmm = 0xe6;  // registers that the system saves, as bits of XCR0
+    const unsigned wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    avx2 = (saved & ymm) == ymm && (ebx & bit_AVX2) && (ebx & bit_BMI);
+    avx512 = avx2 && (saved & zmm) == zmm && (ebx & wide) == wide;
+  }
+};
+
+}  // namespace
+#endif
+
 const Passes *fastest_passes() {
   const char *asked = std::getenv("HOROVOD_TOPK_ISA");
   std::string limit = asked ? asked : "";
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi");  // and so F16C
-  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const Processor has;
   if (limit == "portable") return portable_passes();
-  if (avx512 && limit != "avx2")
+  if (has.avx512 && limit != "avx2")
     if (auto passes = avx512_passes()) return passes;
-  if (avx2)
+  if (has.avx2)
     if (auto passes = avx2_passes()) return passes;
 #endif
   return portable_passes();
