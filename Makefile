@@ -39,15 +39,19 @@ BENCHMARKS := bench bench-kernels bench-network bench-trouble bench-wire plan-gr
 .PHONY: help setup demo demo-ddp dist clean test test-tools test-all test-integrations check fuzz printed docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy allocation frontier default local-steps methods optimizers practice
 
 help: ## list the targets
-	@sed -nE 's/^## (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -nE 's/^## (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
-setup: ## create .venv with both frameworks and Horovod (minutes the first time, then a moment; no root)
+setup: ## create .venv with both frameworks and Horovod (minutes, then a moment)
 	@"$(PYTHON)" scripts/setup_env.py
 
-demo: setup ## train a CNN on two ranks, dense and then with TopKEF; a table and a picture (3 minutes)
+demo: setup ## train a CNN on two ranks, dense and with TopKEF; a table, a picture
 	$(RUN) scripts/demo.py $(ARGS)
 
-dist: ## build the released files into dist/ and check them; needs no .venv (10 minutes)
+demo-ddp: ## the same with torch DDP, without Horovod (a minute; two the first time)
+	@"$(PYTHON)" scripts/setup_env.py --ddp
+	"$(CURDIR)/build/ddp/bin/python" scripts/demo.py --ddp
+
+dist: ## build the released files into dist/ and check them (10 minutes)
 	"$(PYTHON)" scripts/dist.py
 
 clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
@@ -56,7 +60,7 @@ clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
 
 ## Tests. A part of them: make test TESTS=tests/unit ARGS="-k payload"
 
-test: setup ## test every feature and every law, on real ranks too (8 minutes on two cores)
+test: setup ## test every feature and every law, on real ranks too (8 minutes)
 	$(RUN) -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
 
 test-tools: TIER = tools
@@ -64,31 +68,31 @@ test-tools: test ## test the command, scripts, pages, images and set-up (2 minut
 
 test-all: TIER = all
 test-all: WORKERS = 0
-test-all: test ## run every test: laws and features on every controller, large sizes (three quarters of an hour)
+test-all: test ## run every test: every controller, large sizes (three quarters of an hour)
 
 test-integrations: TIER = integrations
 test-integrations: WORKERS = 0
 test-integrations: TESTS = tests/integrations
-test-integrations: test ## test Accelerate, Trainer and Lightning, which pip installs apart (five minutes)
+test-integrations: test ## test Accelerate, Trainer and Lightning (five minutes)
 
 check: setup ## ruff (lint, format) and mypy; must pass (a minute)
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
 
-fuzz: setup ## encode and decode arbitrary buckets under AddressSanitizer and UBSan (a minute)
+fuzz: setup ## encode and decode arbitrary buckets under sanitizers (a minute)
 	$(RUN) scripts/fuzz.py $(ARGS)
 
-## Benchmarks write docs/results and the pages that show them. Some jobs: make bench-wire ARGS="2x1:50"; ARGS=--help
+## Benchmarks write docs/results and the pages that show them. Some jobs: make bench-wire ARGS="2x1:50"
 
-bench: ## time compression of a ResNet-50's gradients, PyTorch and TensorFlow; docs/kernels.md (minutes)
-bench-kernels: ## time selection against r += g and torch.topk; docs/kernels.md (half an hour)
-bench-network: ## time a step against bandwidth, beside Horovod and torch DDP; docs/network.md (root, half an hour)
-bench-trouble: ## a slow rank and lost packets, dense beside TopKEF; docs/trouble.md (root, a quarter of an hour)
-bench-wire: ## count the bytes that leave a host's network card; docs/network.md (root, half an hour)
-plan-grid: ## measured steps beside what `horovod-topk plan` says; docs/network.md (root, an hour and a half)
-residuals: ## norms of residuals beside the bounds of theory; docs/trouble.md (minutes)
-crashes: ## kill a hundred ranks of elastic jobs, count what is lost; docs/trouble.md (a quarter of an hour)
+bench: ## compression of a ResNet-50's gradients (minutes)
+bench-kernels: ## selection beside r += g and torch.topk (half an hour)
+bench-network: ## steps against bandwidth, beside Horovod and DDP (root, half an hour)
+bench-trouble: ## a slow rank and lost packets (root, a quarter of an hour)
+bench-wire: ## bytes that leave a host's network card (root, half an hour)
+plan-grid: ## measured steps beside what plan says (root, an hour and a half)
+residuals: ## norms of residuals beside the bounds of theory (minutes)
+crashes: ## kill a hundred ranks of elastic jobs (a quarter of an hour)
 
 bench: NAME := steps
 plan-grid: NAME := plan
@@ -96,20 +100,20 @@ $(BENCHMARKS): setup
 	$(RUN) scripts/bench.py $(or $(NAME),$(patsubst bench-%,%,$@)) $(ARGS)
 
 # .venv has a PyTorch without CUDA: `make bench-gpu PYTHON=...` names one that can use the GPU.
-bench-gpu: ## time the Triton kernels and whole steps on a GPU (needs a GPU; two minutes)
+bench-gpu: ## Triton kernels and whole steps on a GPU (needs a GPU; two minutes)
 	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench.py gpu $(ARGS)
 	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench.py gpu_steps $(ARGS)
 
-## Studies run what their settings ask for and has no results yet, and write the pages that show it
+## Studies run what their settings ask for and has no results yet, and write pages
 
-accuracy: ## plain error feedback beside dense, on real ranks; docs/default.md (hours)
-allocation: ## ratios by tensor at equal bytes beside one for all, simulated ranks; docs/methods.md (hours)
-frontier: ## quality against bytes for every format and exchange, simulated ranks; docs/methods.md (hours)
-default: ## the default beside dense over models and training loops, simulated ranks; docs/default.md (hours)
-local-steps: ## local steps beside an exchange in every step, simulated ranks; docs/local-steps.md (hours)
-methods: ## every method beside dense at 16 and 64 times fewer bytes, simulated ranks; docs/methods.md (hours)
-optimizers: ## the optimizers that people train with, beside dense, simulated ranks; docs/optimizers.md (half an hour)
-practice: ## clipping, loss scaling, momentum, restarts, beside dense, on real ranks; docs/default.md (an hour)
+accuracy: ## plain error feedback beside dense, on real ranks (hours)
+allocation: ## ratios by tensor at equal bytes beside one for all (hours)
+frontier: ## quality against bytes for every format and exchange (hours)
+default: ## the default beside dense over models and training loops (hours)
+local-steps: ## local steps beside an exchange in every step (hours)
+methods: ## every method beside dense at 16 and 64 times fewer bytes (hours)
+optimizers: ## the optimizers that people train with, beside dense (half an hour)
+practice: ## clipping, loss scaling, momentum, restarts, on real ranks (an hour)
 
 $(STUDIES): setup
 	$(if $(filter optimizers,$@),$(RUN) -m pip install --quiet --no-deps pytorch_optimizer==3.8.0)
@@ -118,7 +122,7 @@ $(STUDIES): setup
 
 ## Pages alone, from stored results: .venv/bin/python scripts/page.py NAME
 
-printed: setup ## print anew what pages show of plan, bytes, compare, formulas and errors (seconds; a test compares)
+printed: setup ## print anew what pages show of commands and formulas (seconds)
 	$(RUN) scripts/printed.py $(ARGS)
 
 docs: setup ## build the site into build/site; dead links are errors (half a minute)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import horovod
 from tqdm import tqdm
 
 import horovod_topk
 from horovod_topk.cli import launcher
+from horovod_topk.cli.doctor.finding import version
 from horovod_topk.cli.machine import cpu_model
 from horovod_topk.cli.options import parse_ratios
 from horovod_topk.config import DEFERRED, check_settings
@@ -222,7 +222,7 @@ def environment(versions: dict[str, str]) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         **versions,
-        "horovod": horovod.__version__,
+        "horovod": version("horovod") or "none",
         "date": time.strftime("%Y-%m-%d"),
     }
 

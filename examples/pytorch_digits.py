@@ -12,37 +12,14 @@ It reports accuracy on 450 held-out images. 300 more images are kept for choosin
 
 from __future__ import annotations
 
-import digits_data
 import harness
 import horovod.torch as hvd
 import torch
 import torch_harness
-from torch import Tensor, nn
+from ddp_digits import DigitsCNN, digits
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-
-
-class DigitsCNN(nn.Sequential):
-    """Two convolutions and two dense layers: [N, 1, 8, 8] -> [N, 10], 284 thousand parameters."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(1, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 3, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(64 * 4 * 4, 256),
-            nn.ReLU(),
-            nn.Linear(256, 10),
-        )
-
-
-def digits(split: str) -> tuple[Tensor, Tensor]:
-    """Images [N, 1, 8, 8] in [0, 1] and labels [N] of a split, the same in every run."""
-    images, labels = digits_data.digits(split)
-    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels)
 
 
 def main() -> None:

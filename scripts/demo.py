@@ -3,6 +3,11 @@
 It prints a table and draws the training loss against steps, bytes and time. Loopback between ranks
 of one machine is no network, so that there is nothing to save: `scripts/paced.py` makes each rank
 wait for its bytes as on a link of `RATE`, and the table has the time of a step without and with it.
+
+    python scripts/demo.py [--ddp]
+
+`--ddp` (`make demo-ddp`) trains with torch DistributedDataParallel, and needs no Horovod. There the
+time on a link is the measured one plus that of the bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +28,6 @@ mpl.use("Agg")  # no display is needed to write a file
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = "examples/pytorch_digits.py"
 PACED, RATE = "scripts/paced.py", "1gbit"
 RUNS = {"dense": ["--compression", "none"], "TopKEF": ["--compression", "topk"]}
 RESULTS = ROOT / "build" / "demo"
@@ -38,9 +43,33 @@ COLUMNS = (
     "ms a step, loopback",
     f"ms a step, {LINK}",
 )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How ranks exchange gradients: with Horovod, or with torch DDP."""
+
+    launcher: tuple[str, ...]  # the first word is a program of this environment
+    script: tuple[str, ...]
+    paced: bool  # ranks wait for their bytes; False: the table adds the time of the bytes
+    last: str  # what the table says of its last column
+
+
+HOROVOD = Launch(
+    ("horovodrun", "-np", "2", "--gloo", "python"),
+    (PACED, RATE, "examples/pytorch_digits.py"),
+    paced=True,
+    last="each rank also waits for its bytes as on a link of {} (paced, not measured)",
+)
+DDP = Launch(
+    ("torchrun", "--standalone", "--nproc-per-node", "2"),
+    ("examples/ddp_digits.py",),
+    paced=False,
+    last="the time of its bytes is added as on a link of {} (computed, not measured)",
+)
 NOTE = (
     "Two ranks of this machine. Loopback is no network and has no bandwidth to save; in the last\n"
-    f"column each rank also waits for its bytes as on a link of {LINK} (paced, not measured)."
+    "column {}."
 )
 
 
@@ -48,7 +77,7 @@ class RunFailedError(Exception):
     """A run ended badly; the message has the command, why, and the end of its output."""
 
 
-def train(name: str, arguments: list[str]) -> dict[str, Any]:
+def train(name: str, arguments: list[str], launch: Launch = HOROVOD) -> dict[str, Any]:
     """Run the example on two ranks, which print while it runs; return what it wrote about itself.
 
     Raises:
@@ -56,12 +85,12 @@ def train(name: str, arguments: list[str]) -> dict[str, Any]:
     """
     path = RESULTS / f"{name.lower()}.json"
     path.unlink(missing_ok=True)
-    script = [PACED, RATE, EXAMPLE, *arguments, "--json", str(path)]
-    shown = f"horovodrun -np 2 --gloo python {' '.join(script[:-2])}"
+    command = [*launch.launcher, *launch.script, *arguments]
+    shown = " ".join(command)
     print(f"\n$ {shown}", flush=True)
-    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    own = {name: str(Path(sys.executable).with_name(name)) for name in (command[0], "python")}
     ended = follow(
-        [horovodrun, "-np", "2", "--gloo", sys.executable, *script],
+        [*(own.get(word, word) for word in command), "--json", str(path)],
         limit_seconds=LIMIT_SECONDS,
         on_line=lambda line: print(unprefixed(line), end="", flush=True),
         folder=ROOT,
@@ -73,10 +102,10 @@ def train(name: str, arguments: list[str]) -> dict[str, Any]:
     return result
 
 
-def row(name: str, run: dict[str, Any]) -> tuple[str, ...]:
+def row(name: str, run: dict[str, Any], launch: Launch = HOROVOD) -> tuple[str, ...]:
     """A run's line of the table."""
-    paced = run["seconds_per_step"]
     waited = 8 * run["sent_bytes"] / bits_per_second(RATE)
+    paced = seconds_per_step(run, launch)
     return (
         name,
         f"{100 * run['history']['accuracy'][-1]:.1f}%",
@@ -85,6 +114,12 @@ def row(name: str, run: dict[str, Any]) -> tuple[str, ...]:
         f"{1e3 * (paced - waited):.1f}",
         f"{1e3 * paced:.1f}",
     )
+
+
+def seconds_per_step(run: dict[str, Any], launch: Launch) -> float:
+    """Seconds of a step on a link of `RATE`."""
+    seconds: float = run["seconds_per_step"]
+    return seconds if launch.paced else seconds + 8 * run["sent_bytes"] / bits_per_second(RATE)
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
@@ -99,13 +134,13 @@ def table(rows: list[tuple[str, ...]]) -> str:
     )
 
 
-def draw(runs: dict[str, dict[str, Any]]) -> None:
+def draw(runs: dict[str, dict[str, Any]], launch: Launch = HOROVOD) -> None:
     """Write a picture of the training loss against steps, bytes and seconds."""
     figure, panels = plt.subplots(1, 3, figsize=(15, 4), sharey=True, dpi=120)
     units = {
         "steps": lambda run: 1,
         "bytes sent by a rank (logarithmic)": lambda run: run["sent_bytes"],
-        "seconds, without evaluations": lambda run: run["seconds_per_step"],
+        "seconds, without evaluations": lambda run: seconds_per_step(run, launch),
     }
     for axes, (label, unit) in zip(panels, units.items(), strict=True):
         for name, run in runs.items():
@@ -117,7 +152,7 @@ def draw(runs: dict[str, dict[str, Any]]) -> None:
     panels[0].set(ylabel="training loss", yscale="log")
     panels[1].set_xscale("log")
     panels[1].legend(frameon=False)
-    figure.suptitle(f"Digits, two ranks of one machine; each step paced as on a link of {LINK}")
+    figure.suptitle(f"Digits, two ranks of one machine; each step as on a link of {LINK}")
     figure.tight_layout()
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(PICTURE)
@@ -125,17 +160,19 @@ def draw(runs: dict[str, dict[str, Any]]) -> None:
 
 def main() -> int:
     """Runs both, then shows the table; the exit status is 0, 1 (a run failed) or 130."""
+    launch = DDP if sys.argv[1:] == ["--ddp"] else HOROVOD
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
-        runs = {name: train(name, arguments) for name, arguments in RUNS.items()}
+        runs = {name: train(name, arguments, launch) for name, arguments in RUNS.items()}
     except RunFailedError as failure:
         print(f"\n{failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    draw(runs)
-    print("\n" + table([COLUMNS, *(row(name, run) for name, run in runs.items())]))
-    print(f"\n{NOTE}\nLoss against steps, bytes and seconds: {PICTURE.relative_to(ROOT)}")
+    draw(runs, launch)
+    print("\n" + table([COLUMNS, *(row(name, run, launch) for name, run in runs.items())]))
+    print("\n" + NOTE.format(launch.last.format(LINK)))
+    print(f"Loss against steps, bytes and seconds: {PICTURE.relative_to(ROOT)}")
     return 0
 
 

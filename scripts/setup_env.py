@@ -14,11 +14,14 @@ import sys
 PYTHON = (3, 11)
 
 
-def python_problem(found: "tuple[int, ...]", platform: str) -> "str | None":
-    """The line to show when this interpreter cannot be used, or None. `found`: (major, minor)."""
+def python_problem(found: "tuple[int, ...]", platform: str, ddp: bool = False) -> "str | None":
+    """The line to show when this interpreter cannot be used, or None. `found`: (major, minor).
+
+    ddp: only PyTorch is installed, which newer versions can have, too.
+    """
     if not platform.startswith("linux"):
         return "Linux is needed: Open MPI's wheels and horovodrun are tested nowhere else"
-    if found == PYTHON:
+    if found == PYTHON or (ddp and found > PYTHON):
         return None
     return (
         "Python {}.{} is needed and this is {}.{}; name one: make setup PYTHON=/path/to/python{}.{}"
@@ -27,12 +30,13 @@ def python_problem(found: "tuple[int, ...]", platform: str) -> "str | None":
 
 def main() -> int:
     """Set up the environment; the exit status is 0, 1 (with one line on stderr) or 130."""
-    problem = python_problem(sys.version_info[:2], sys.platform)
+    ddp = sys.argv[1:] == ["--ddp"]  # for `make demo-ddp`: without Horovod
+    problem = python_problem(sys.version_info[:2], sys.platform, ddp)
     if problem:
         sys.exit("setup: " + problem)
     from setup.provision import main as provision
 
-    return provision()
+    return provision(ddp=ddp)
 
 
 if __name__ == "__main__":

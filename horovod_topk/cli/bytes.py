@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from horovod_topk.cli.lines import WIDTH, wrapped
 from horovod_topk.cli.models import elements, specs_of
 from horovod_topk.cli.options import (
     method_of,
@@ -58,13 +59,14 @@ def main(args: argparse.Namespace) -> int:
     others = [_other(args, specs, parse(text)) for text in args.compressor]
     dense = ring_allreduce_bytes(4 * elements(specs), args.ranks)
     nodes = nodes_of(args.ranks, args.local_size)
-    print(
+    heading = (
         f"{elements(specs):,} float32 in {count(len(specs), 'tensor')}, "
         f"{count(args.ranks, 'rank')} on {count(len(nodes.ranks), 'node')}, ratio {args.ratio:g}"
         + "".join(f", {each}" for each in args.ratios)
         + f", {gradients_on(plans['float32'], args.device)}: bytes a step "
         + with_optimizer(optimizer_of(args.optimizer))
     )
+    print(wrapped(heading))
     print(
         f"{'exchange':<14}{'values':<10}{'a rank sends':>14}{'leave a node':>14}"
         f"{'of dense':>11}{'of fp16':>10}"
@@ -144,7 +146,8 @@ def _other(args: argparse.Namespace, specs: list[TensorSpec], asked: Substitute)
     plan = make_plan(specs, config)
     kind, ranks = cheapest(plan, nodes_of(args.ranks, args.local_size))
     most, dense = ranks.busiest(plan), ring_allreduce_bytes(4 * elements(specs), args.ranks)
-    return f"{_line(kind, asked.name, most.sent_bytes, most.node_bytes, dense)}  {asked}"
+    line = _line(kind, asked.name, most.sent_bytes, most.node_bytes, dense)
+    return f"{line}  {asked}" if len(f"{line}  {asked}") <= WIDTH else f"{line}\n  {asked}"
 
 
 def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Plan:

@@ -45,17 +45,24 @@ GPU_CURE = "for GPU operations: make clean setup CUDA_HOME=/path/to/cuda"
 
 DURATION = "Setting up: about 5 minutes on two cores the first time, 2 with a kept Horovod"
 
+# What `make demo-ddp` needs beside PyTorch.
+DDP_PACKAGES = ("matplotlib", "numpy", "psutil", "scikit-learn", "tqdm")
+DDP_DURATION = "Setting up PyTorch and horovod_topk: about a minute the first time"
+
 # Measured with the CPU build of torch; the CUDA one brings 6 GB more.
 ENVIRONMENT_BYTES = int(3.9 * machine.GB)
 DOWNLOAD_BYTES = int(1.0 * machine.GB)  # pip's wheels, until they are installed
 
 
-def main() -> int:
-    """Bring `.venv` up to date; 0, or 1 and one line on stderr, or 130 after Ctrl-C."""
+def main(*, ddp: bool = False) -> int:
+    """Bring `.venv` up to date; 0, or 1 and one line on stderr, or 130 after Ctrl-C.
+
+    ddp: the environment of `make demo-ddp` in place of `.venv`.
+    """
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _as_interrupt)
     try:
-        provision(ROOT, os.environ)
+        (provision_ddp if ddp else provision)(ROOT, os.environ)
     except (SetupError, OSError) as error:
         print(f"setup: {one_line(error)}", file=sys.stderr)
         return 1
@@ -88,6 +95,31 @@ def provision(root: Path, variables: Mapping[str, str]) -> None:
     with exclusive(lock, lambda: console.step("Waiting for another set-up of this checkout")):
         if not environment.is_current():  # the one that was waited for may have done it all
             _provision(environment, cache, variables, console)
+
+
+def provision_ddp(root: Path, variables: Mapping[str, str]) -> None:
+    """Bring the environment of `make demo-ddp` up to date: PyTorch and this package alone."""
+    environment = Environment(root, root / "build" / "ddp")
+    if environment.is_current():
+        return
+    console = Console()
+    machine.find_compiler(variables)
+    runner = Runner(
+        root / "build" / "ddp.log", command_environment(environment, variables), console
+    )
+    if not environment.is_reusable():
+        console.step(f"{DDP_DURATION}; all output is in build/{runner.log.name}")
+        create(environment, runner)
+    with (
+        environment.being_changed(),
+        runner.beside(editable(environment), "horovod_topk cannot be installed"),
+    ):
+        index = ["--extra-index-url", TORCH_CPU_INDEX] if answers(TORCH_CPU_INDEX) else []
+        console.step("Installing PyTorch, and compiling the kernels of horovod_topk beside it")
+        pip_install(environment, runner, "torch>=2.6,<3", *DDP_PACKAGES, *index)
+        console.step("Compiling the rest of the kernels")
+    environment.finish()
+    console.step(f"Ready: {environment.path}")
 
 
 def _provision(

@@ -23,6 +23,13 @@ RUN: dict[str, Any] = {
 }
 
 
+def test_without_horovod_the_table_adds_the_time_of_the_bytes() -> None:
+    run = RUN | {"seconds_per_step": 0.0149}
+    assert demo.row("dense", run, demo.DDP) == demo.row(
+        "dense", RUN | {"seconds_per_step": 0.02398}
+    )
+
+
 def test_loopback_and_the_paced_link_are_two_columns() -> None:
     """1,135,144 bytes take 9.1 ms at 1 Gbit/s, for which ranks have waited."""
     assert demo.row("dense", RUN) == ("dense", "98.0%", "1,135,144", "1.0x", "14.9", "24.0")

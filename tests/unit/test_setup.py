@@ -388,6 +388,7 @@ class TestOperations:
         monkeypatch.setattr(provision, "install_frameworks", install)
         monkeypatch.setattr(provision, "check_machine", lambda *arguments: "c++")
         monkeypatch.setattr(provision, "create", lambda environment, _: environment.path.mkdir())
+        monkeypatch.setattr(provision, "editable", lambda environment: ["true"])
         with pytest.raises(SetupError, match="enough"):
             provision._provision(Environment(tmp_path), tmp_path, variables, Console())
         assert asked == [index]

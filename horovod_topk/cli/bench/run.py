@@ -25,6 +25,7 @@ from horovod_topk.cli.bench.ranks import HorovodRanks, Ranks, TorchRanks
 from horovod_topk.cli.bench.runners import build
 from horovod_topk.cli.bench.table import SCRIPT, table
 from horovod_topk.cli.launcher import by_torchrun
+from horovod_topk.cli.lines import wrapped
 from horovod_topk.cli.machine import machine
 from horovod_topk.cli.models import Shape
 from horovod_topk.cli.options import optimizer_of
@@ -193,7 +194,7 @@ def _result(
 
 
 def _report(args: argparse.Namespace, result: Result, beside: Sequence[Result]) -> None:
-    print(table(result))
+    print(wrapped(table(result)))
     if args.json is not None:
         text = json.dumps(result, indent=1) + "\n"
         _write("--json", args.json, lambda: args.json.write_text(text))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from horovod_topk.cli.bench.figures import Figures, Result, dense_of, figures
 from horovod_topk.cli.bench.methods import KINDS, NONE, TOPK
+from horovod_topk.cli.lines import WIDTH
 from horovod_topk.cli.options import with_optimizer
 from horovod_topk.cost.quantities import count, rate
 
@@ -101,9 +102,25 @@ def notes(result: Result) -> Iterator[str]:
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table with aligned columns; the first column is text."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *numbers in rows:
-        cells = (f"{cell:>{width}}" for cell, width in zip(numbers, widths[1:], strict=True))
-        yield "  ".join([f"{name:<{widths[0]}}", *cells]).rstrip()
+    """The lines of a table with aligned columns; the first column is text.
+
+    Columns that do not fit the terminal follow below, beside the first column once more.
+    """
+    columns = list(zip(*rows, strict=True))
+    longest = max(map(len, columns[0]))
+    names = [f"{cell:<{longest}}" for cell in columns[0]]
+    shown, width = [names], len(names[0])
+    for column in columns[1:]:
+        widest = max(map(len, column))
+        if len(shown) > 1 and width + 2 + widest > WIDTH:
+            yield from _joined(shown)
+            yield ""
+            shown, width = [names], len(names[0])
+        shown.append([f"{cell:>{widest}}" for cell in column])
+        width += 2 + widest
+    yield from _joined(shown)
+
+
+def _joined(columns: Sequence[Sequence[str]]) -> Iterator[str]:
+    for cells in zip(*columns, strict=True):
+        yield "  ".join(cells).rstrip()

@@ -22,6 +22,7 @@ from horovod_topk.cli.compare.result import Found, found_in
 from horovod_topk.cli.compare.run import check_network, run
 from horovod_topk.cli.compare.settings import CompareSettings
 from horovod_topk.cli.compare.table import overview, table
+from horovod_topk.cli.lines import wrapped
 
 
 def main(every: Sequence[CompareSettings], args: argparse.Namespace) -> int:
@@ -36,7 +37,8 @@ def main(every: Sequence[CompareSettings], args: argparse.Namespace) -> int:
     found = [each for settings in every for each in results(settings, store)]
     if not found:
         raise ValueError(f"{store.path} has no runs of these settings. Leave out --no-runs")
-    print("\n\n\n".join([*map(table, found), *([overview(found)] if len(found) > 1 else [])]))
+    tables = [*map(table, found), *([overview(found)] if len(found) > 1 else [])]
+    print(wrapped("\n\n\n".join(tables)))
     if args.json is not None:
         args.json.write_text(json.dumps([summary(each) for each in found], indent=1) + "\n")
     if args.picture is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+from collections.abc import Sequence
 
 from horovod_topk import __version__
 from horovod_topk.cli.doctor import exchange, kernels, software, system
@@ -30,9 +31,13 @@ def main(args: argparse.Namespace) -> int:
     build = software.find_build()
     known = None if build is None else build.controllers
     listed = itertools.chain(software.findings(build), kernels.findings(), system.findings(known))
-    for finding in itertools.chain([own], listed):
+    found = [own]
+    _print(own)
+    for finding in listed:
         _print(finding)
+        found.append(finding)
     if args.no_exchange:
+        _print(in_short(found))
         return 0
     if known is not None:
         last = exchange.meet(known)
@@ -41,7 +46,16 @@ def main(args: argparse.Namespace) -> int:
     else:
         last = Finding(exchange.NAME, "not tried, as there is neither Horovod nor PyTorch")
     _print(last)
+    _print(in_short([*found, last]))
     return 1 if last.cure else 0
+
+
+def in_short(found: Sequence[Finding]) -> Finding:
+    """Report whether anything is wrong on this host. Cures "for several hosts" are not counted."""
+    wrong = [each.name for each in found if each.cure and not each.cure.startswith("for ")]
+    if wrong:
+        return Finding("in short", f"look at the cures of: {', '.join(wrong)}")
+    return Finding("in short", "all is well on this host")
 
 
 def _print(finding: Finding) -> None:

@@ -8,6 +8,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+from horovod_topk.cli.lines import hanging
+
 WIDTH = 22  # columns of the first column
 
 
@@ -21,8 +23,8 @@ class Finding:
 
     def lines(self) -> list[str]:
         """Return the lines to print."""
-        cure = [f"{'':<{WIDTH}}cure: {self.cure}"] if self.cure else []
-        return [f"{self.name:<{WIDTH}}{self.found}", *cure]
+        texts = {f"{self.name:<{WIDTH}}": self.found, f"{'':<{WIDTH}}cure: ": self.cure}
+        return [hanging(text, head, WIDTH) for head, text in texts.items() if text]
 
 
 def is_installed(module: str) -> bool:

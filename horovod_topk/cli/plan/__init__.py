@@ -13,6 +13,7 @@ from pathlib import Path
 
 from horovod_topk.cli.files import check_picture, check_writable
 from horovod_topk.cli.frameworks import find
+from horovod_topk.cli.lines import wrapped
 from horovod_topk.cli.plan import arguments, kernels, measure, picture, table
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.machine import Machine
@@ -120,6 +121,6 @@ def _print(asked: arguments.Asked, machine: Machine) -> None:
     if args.json:
         print(json.dumps(table.as_json(asked, machine, found, verdict), indent=1))
     else:
-        print("\n".join(table.lines(asked, machine, found, verdict)))
+        print(wrapped("\n".join(table.lines(asked, machine, found, verdict))))
     if args.picture:
         picture.draw(args.picture, asked, machine, strategies)

@@ -120,7 +120,8 @@ OPTIONS: Options = {
         "nargs": "+",
         "choices": VALUES,
         "default": VALUES,
-        "help": "formats of values to list (default: all)",
+        "metavar": "FORMAT",
+        "help": f"formats of values to list: {', '.join(VALUES)} (default: all)",
     },
     "--powersgd": {
         "type": whole(1, MOST_POWERSGD),

@@ -15,9 +15,10 @@ from horovod_topk.cost.quantities import count, milliseconds, rate
 from horovod_topk.cost.step import Step
 from horovod_topk.cost.verdict import Row, Verdict
 
-HEAD = ("exchange", "values", "leave a node", "exchange", "kernels", "step", "efficiency")
+HEAD = ("exchange", "values", "leave a node", "exchange", "kernels", "step")
 KINDS = {"cpu": "CPU", "cuda": "GPU"}
-OVERLAPPED = ("step", "efficiency", "hidden", "faster than dense")
+OVERLAPPED = ("step", "efficiency", "faster than dense")
+WIDTHS = (-13, -9, 13, 9, 8, 7, 8, 11, 20)  # negative: text, to the left
 
 
 def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict) -> Iterator[str]:
@@ -46,8 +47,8 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
     yield f"constants: {machine.origin}"
     yield from (f"{name}: {text}" for name, text in assumptions(asked, machine).items())
     yield ""
-    yield f"{'':<41}{'nothing overlaps, ms':>38}  {'backward overlaps, ms':>49}"
-    yield _columns(*HEAD, *OVERLAPPED, "")
+    yield f"{'':<35}{'nothing overlaps, ms':>24}{'overlapped, ms':>19}"
+    yield _columns(*HEAD, *OVERLAPPED)
     for row in rows:
         yield _columns(
             row.strategy.exchange,
@@ -55,13 +56,14 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
             f"{row.strategy.node_bytes:,}",
             milliseconds(row.alone.exchange),
             milliseconds(row.alone.kernels),
-            *_step(row.alone),
-            *_step(row.overlapped),
-            f"{row.overlapped.hidden:.0%}",
+            milliseconds(row.alone.seconds),
+            milliseconds(row.overlapped.seconds),
+            f"{row.overlapped.efficiency:.1%}",
             _faster(row) if row is not rows[0] else "",
-            "  TopKEF()" if row.strategy.name == asked.default else "",
         )
     yield ""
+    if any(row.strategy.name == asked.default for row in rows):
+        yield f"TopKEF() without settings: {asked.default}"
     yield verdict.text
 
 
@@ -99,14 +101,11 @@ def caveat(asked: Asked, machine: Machine) -> str:
     )
 
 
-def _columns(exchange: str, values: str, *rest: str) -> str:
-    widths = (14, 11, 10, 8, 12, 9, 12, 8, 20, 0)
-    columns = "".join(f"{text:>{width}}" for text, width in zip(rest, widths, strict=True))
-    return f"{exchange:<14}{values:<10}{columns}".rstrip()
-
-
-def _step(step: Step) -> tuple[str, str]:
-    return milliseconds(step.seconds), f"{step.efficiency:.1%}"
+def _columns(*texts: str) -> str:
+    cells = zip(texts, WIDTHS, strict=True)
+    return "".join(
+        f"{text:<{-width}}" if width < 0 else f"{text:>{width}}" for text, width in cells
+    ).rstrip()
 
 
 def _faster(row: Row) -> str:
