@@ -147,7 +147,7 @@ def _other(args: argparse.Namespace, specs: list[TensorSpec], asked: Substitute)
     kind, ranks = cheapest(plan, nodes_of(args.ranks, args.local_size))
     most, dense = ranks.busiest(plan), ring_allreduce_bytes(4 * elements(specs), args.ranks)
     line = _line(kind, asked.name, most.sent_bytes, most.node_bytes, dense)
-    return f"{line}  {asked}" if len(f"{line}  {asked}") <= WIDTH else f"{line}\n  {asked}"
+    return f"{line}  {asked}" if len(f"{line}  {asked}") <= WIDTH else f"{asked}:\n{line}"
 
 
 def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Plan:

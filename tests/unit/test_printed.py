@@ -106,7 +106,7 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[tuple[str, s
     """The rows of `horovod-topk bytes`: exchange and values, then the figures."""
     assert cli.main(["bytes", *words]) == 0
     table, _, _ = capsys.readouterr().out.partition("\n\n")
-    rows = (line.split() for line in table.splitlines()[2:])
+    rows = (line.split() for line in table.partition("of fp16\n")[2].splitlines())
     return {(row[0], row[1]): row[2:] for row in rows}
 
 
