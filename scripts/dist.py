@@ -70,10 +70,13 @@ def build(tools: Path, sources: Path, machine: str) -> Path:
         command = [tools, "-m", "build", "--no-isolation", "--wheel", "--outdir", built, folder]
         run(command, variables)
         (wheel,) = built.iterdir()
-        plat = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
-        repair = ["-m", "auditwheel", "repair", "--plat", plat, "--only-plat", "--wheel-dir", DIST]
-        run([tools, *repair, wheel], {"PATH": f"{tools.parent}{os.pathsep}{os.environ['PATH']}"})
-    (wheel,) = DIST.glob(f"*{machine}.whl")
+        repair = [tools, "-m", "auditwheel", "repair", "--plat", "auto", "--only-plat"]
+        run(
+            [*repair, "--wheel-dir", DIST, wheel],
+            {"PATH": f"{tools.parent}{os.pathsep}{os.environ['PATH']}"},
+        )
+    # Not with this name, if the kernels need a newer glibc than GLIBC.
+    (wheel,) = DIST.glob(f"*manylinux_{GLIBC.replace('.', '_')}_{machine}.whl")
     run([tools, "-m", "auditwheel", "show", wheel])
     return wheel
 

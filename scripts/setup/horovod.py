@@ -254,7 +254,7 @@ def _build(folder: Path, python: Path, compiler: str, runner: Runner, variant: V
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
         sources = _patched_sources(Path(temporary), python, runner, variant)
         runner.console.step(
-            f"Building Horovod {VERSION} for {kind} operations (minutes, once; the wheel is kept)"
+            f"Building Horovod {VERSION} for {kind} operations (2 minutes on two idle cores, once)"
         )
         # --no-build-isolation: Horovod's set-up imports torch and tensorflow to compile against.
         # -v: the compiler's output belongs in the log.

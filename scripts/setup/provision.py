@@ -43,11 +43,11 @@ PROBE_SECONDS = 4
 # How to have GPU operations after all. `make` hands CUDA_HOME on to what it runs.
 GPU_CURE = "for GPU operations: make clean setup CUDA_HOME=/path/to/cuda"
 
-DURATION = "Setting up: about 5 minutes on two cores the first time, 2 with a kept Horovod"
+DURATION = "Setting up: 5 minutes on two idle cores, 2 if Horovod is kept from before"
 
 # What `make demo-ddp` needs beside PyTorch.
 DDP_PACKAGES = ("matplotlib", "numpy", "psutil", "scikit-learn", "tqdm")
-DDP_DURATION = "Setting up PyTorch and horovod_topk: about a minute the first time"
+DDP_DURATION = "Setting up PyTorch and horovod_topk: a minute on two idle cores"
 
 # Measured with the CPU build of torch; the CUDA one brings 6 GB more.
 ENVIRONMENT_BYTES = int(3.9 * machine.GB)
@@ -108,7 +108,7 @@ def provision_ddp(root: Path, variables: Mapping[str, str]) -> None:
         root / "build" / "ddp.log", command_environment(environment, variables), console
     )
     if not environment.is_reusable():
-        console.step(f"{DDP_DURATION}; all output is in build/{runner.log.name}")
+        console.step(f"{DDP_DURATION}; log: build/{runner.log.name}")
         create(environment, runner)
     with (
         environment.being_changed(),
@@ -129,7 +129,7 @@ def _provision(
     log = environment.root / "build" / "setup.log"
     runner = Runner(log, command_environment(environment, variables), console)
     if not environment.is_reusable():
-        console.step(f"{DURATION}; all output is in {log.relative_to(environment.root)}")
+        console.step(f"{DURATION}; log: {log.relative_to(environment.root)}")
         create(environment, runner)
     with environment.being_changed():
         index = "" if runner.env.get("CUDA_HOME") else TORCH_CPU_INDEX
@@ -257,7 +257,7 @@ def install_frameworks(
 
 def install_package(environment: Environment, wheel: Path, runner: Runner) -> None:
     """Horovod from its wheel, and what the extras of this package need."""
-    runner.console.step(f"Installing Horovod and what horovod_topk[{EXTRAS}] needs")
+    runner.console.step("Installing Horovod, and what the extras of this package need")
     # Forced: to pip, wheels built against different frameworks are the same version.
     pip_install(environment, runner, "--force-reinstall", "--no-deps", str(wheel))
     pip_install(environment, runner, "--no-deps", TF_KERAS)

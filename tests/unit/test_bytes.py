@@ -25,7 +25,9 @@ pytestmark = pytest.mark.tools
 
 def rows(text: str) -> dict[tuple[str, str], tuple[int, float]]:
     """(exchange, values) -> bytes a rank sends, and how many times fewer leave a node."""
-    table = [line.split() for line in text.partition("\n\n")[0].partition("of fp16\n")[2].splitlines()]
+    table = [
+        line.split() for line in text.partition("\n\n")[0].partition("of fp16\n")[2].splitlines()
+    ]
     return {(e, v): (int(b.replace(",", "")), float(x[:-1])) for e, v, b, _, x, *_ in table}
 
 

@@ -634,3 +634,30 @@ class TestState:
         environment.finish()
         monkeypatch.setattr(horovod, "cache_folder", lambda env: pytest.fail("looked further"))
         provision.provision(environment.root, {})
+
+
+class TestBeside:
+    """A command that runs while others do."""
+
+    def test_it_is_waited_for(self, runner, tmp_path):
+        with runner.beside(["sh", "-c", f"sleep 0.2; touch {tmp_path}/done"], "it fails"):
+            assert not (tmp_path / "done").exists()
+        assert (tmp_path / "done").exists()
+
+    def test_its_failure_is_one_line(self, runner):
+        with (
+            pytest.raises(SetupError, match=r"it fails: ERROR: no such .*setup\.2\.log"),
+            runner.beside(["sh", "-c", "echo ERROR: no such thing; exit 1"], "it fails"),
+        ):
+            pass
+
+    def test_it_ends_with_a_failure_of_the_others(self, runner):
+        began = time.monotonic()
+        with pytest.raises(SetupError, match="enough"), runner.beside(["sleep", "60"], "it fails"):
+            raise SetupError("enough")
+        assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(("found", "fits"), [((3, 10), False), ((3, 11), True), ((3, 13), True)])
+def test_pytorch_alone_has_newer_interpreters(found, fits):
+    assert (setup_env.python_problem(found, "linux", ddp=True) is None) == fits
