@@ -38,7 +38,7 @@ LINK = rate(bits_per_second(RATE))
 COLUMNS = (
     "",
     "held-out accuracy",
-    "bytes a step and rank",
+    "bytes a rank sends",
     "reduction",
     "ms a step, loopback",
     f"ms a step, {LINK}",

@@ -102,11 +102,11 @@ def test_a_gpu_has_plain_indices(capsys: pytest.CaptureFixture[str]) -> None:
     """As PyTorch's adapter plans them: the bytes are those of plans for a CUDA tensor."""
     assert cli.main(["bytes", "--ratio", "0.01", "--device", "cuda"]) == 0
     text = capsys.readouterr().out
-    assert "ratio 0.01, gradients on a GPU (plain indices): bytes a step" in text
+    assert "ratio 0.01, gradients on a GPU (plain indices): bytes a step" in " ".join(text.split())
     on_gpu = rows(text)
     cli.main(["bytes", "--ratio", "0.01"])
     text = capsys.readouterr().out
-    assert "ratio 0.01, gradients on a CPU (packed indices): bytes a step" in text
+    assert "ratio 0.01, gradients on a CPU (packed indices): bytes a step" in " ".join(text.split())
     on_cpu = rows(text)
     assert on_gpu["allgather", "float32"][1] == 12.0
     assert on_cpu["allgather", "float32"][1] == 18.4

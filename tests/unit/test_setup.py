@@ -647,7 +647,7 @@ class TestBeside:
     def test_its_failure_is_one_line(self, runner):
         with (
             pytest.raises(SetupError, match=r"it fails: ERROR: no such .*setup\.2\.log"),
-            runner.beside(["sh", "-c", "echo ERROR: no such thing; exit 1"], "it fails"),
+            runner.beside(["sh", "-c", "echo ERR''OR: no such thing; exit 1"], "it fails"),
         ):
             pass
 
