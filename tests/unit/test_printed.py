@@ -34,7 +34,7 @@ def test_outputs_are_those_of_now(page: Path) -> None:
 def test_another_output_would_be_noticed() -> None:
     page = (printed.ROOT / "docs/plan.md").read_text(encoding="utf-8")
     assert len(list(printed.blocks(page))) == 1
-    changed = page.replace("efficiency     step", "efficiency     stop")
+    changed = page.replace("step efficiency", "stop efficiency")
     assert changed != page
     assert printed.rewritten(changed) == page
 
