@@ -9,18 +9,26 @@ import sys
 from collections.abc import Sequence
 
 from horovod_topk import __version__
-from horovod_topk.cli import bench, compare, doctor, plan
+from horovod_topk.cli import bench, compare, doctor, plan, tune
 from horovod_topk.cli import bytes as traffic
 from horovod_topk.cli.options import Parser, add, behind_dashes, joined
 from horovod_topk.errors import TopKError
 
 DESCRIPTION = "Check, predict and measure gradient compression for Horovod."
-COMMANDS = {"doctor": doctor, "bytes": traffic, "bench": bench, "plan": plan, "compare": compare}
+COMMANDS = {
+    "doctor": doctor,
+    "bytes": traffic,
+    "bench": bench,
+    "plan": plan,
+    "compare": compare,
+    "tune": tune,
+}
+OF_SCRIPTS = ("compare", "tune")  # whose script has arguments of its own, after --
 INSTALL = {  # cures for a missing module, by the beginning of its name
     "horovod": "torchrun starts ranks without Horovod; README.md says how to build Horovod",
     "": "pip install {}",
 }
-EXTRA = "Install it with pip install -e '.[compare]', from the project's checkout"
+EXTRA = "Install it with pip install -e '.[{}]', from the project's checkout"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         missing = str(error.name)
         cure = next(cure for name, cure in INSTALL.items() if missing.startswith(name))
-        cure = EXTRA if command == "compare" else cure.format(missing)
+        cure = EXTRA.format(command) if command in OF_SCRIPTS else cure.format(missing)
         return _refused(command, f"{error}. {cure}")
     return status
 
@@ -55,7 +63,7 @@ def _parsed(given: list[str]) -> argparse.Namespace:
         described = module.DESCRIPTION
         own = commands.add_parser(name, help=described.partition(".")[0], description=described)
         add(own, module.OPTIONS)
-    if given[:1] == ["compare"]:
+    if given[:1] and given[0] in OF_SCRIPTS:
         given, of_script = behind_dashes(given)
         return parser.parse_args(given, argparse.Namespace(arguments=of_script))
     return parser.parse_args(given)

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 TAIL_LINES = 40  # last lines of a command's output, shown if it fails
+POLL_SECONDS = 0.5
 GRACE_SECONDS = 15.0  # for horovodrun to end its ranks before they are killed
 PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")  # horovodrun's, on Gloo and MPI
 
@@ -42,6 +43,7 @@ def follow(
     on_line: Callable[[str], None] | None = None,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    enough: Callable[[], bool] | None = None,
 ) -> Ended:
     """Run a command until it ends, or until the time limit.
 
@@ -51,6 +53,7 @@ def follow(
         on_line: called with every line of its output, line end included, while it runs.
         folder: working directory; None: the current one.
         environment: additional environment variables.
+        enough: called twice a second; the command is ended once it returns True.
     """
     process = subprocess.Popen(
         list(command),
@@ -69,11 +72,23 @@ def follow(
 
     limit = threading.Timer(limit_seconds, end_late)
     limit.start()
+    done = threading.Event()
+
+    def end_early() -> None:
+        while enough is not None and not done.wait(POLL_SECONDS):
+            if enough():
+                end_with_descendants(process)
+                return
+
+    watcher = threading.Thread(target=end_early, daemon=True)
+    watcher.start()
     try:
         tail = "".join(_read(process, on_line))
         status = process.wait()
     finally:
         limit.cancel()
+        done.set()
+        watcher.join()
         end_with_descendants(process)
     return Ended(status, late.is_set(), tail)
 

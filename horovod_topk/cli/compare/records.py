@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from horovod_topk.cli.reading import misfit
 
 DONE, FAILED, LATE, DIVERGED = "done", "failed", "cut off", "diverged"
+STOPPED = "stopped"  # by `tune`, before its end
 Amount = Annotated[float | None, lambda value: value is None or value >= 0]
 
 
@@ -48,7 +49,7 @@ class Record:
     """A finished run: its settings, its outcome, and its reports."""
 
     cell: Cell
-    status: Annotated[str, (DONE, FAILED, LATE).__contains__]
+    status: Annotated[str, (DONE, FAILED, LATE, STOPPED).__contains__]
     problem: str = ""  # why it failed, and the end of its output
     points: tuple[Point, ...] = ()
     sent_bytes: Amount = None  # per step, by rank 0; None: Horovod's own, not counted
@@ -70,7 +71,7 @@ class Record:
         return found
 
     def outcome(self, metric: str) -> str:
-        """DONE, FAILED or LATE; DIVERGED if a value of the metric is not finite."""
+        """The status; DIVERGED if a value of the metric is not finite."""
         if self.status == DONE and any(p.metrics.get(metric, 0.0) is None for p in self.points):
             return DIVERGED
         return self.status

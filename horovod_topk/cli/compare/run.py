@@ -7,12 +7,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from horovod_topk import reporting
-from horovod_topk.cli.compare.records import DONE, FAILED, LATE, Cell, Point, Record
+from horovod_topk.cli.compare.records import DONE, FAILED, LATE, STOPPED, Cell, Point, Record
 from horovod_topk.cli.compare.settings import CompareSettings
 from horovod_topk.cli.machine import machine
 from horovod_topk.cli.process import Ended, follow, rank_of, unprefixed
@@ -54,17 +55,32 @@ def check_network() -> None:
         raise ValueError("--network builds network namespaces and needs root. Run it with sudo")
 
 
-def run(settings: CompareSettings, cell: Cell, folder: Path) -> Record:
+def run(
+    settings: CompareSettings,
+    cell: Cell,
+    folder: Path,
+    go_on: Callable[[Point], bool] | None = None,
+) -> Record:
     """Run a script once.
 
     Args:
         settings: the comparison.
         cell: the run.
         folder: folder for temporary files, which rank 0 can write to.
+        go_on: called with each report while the script runs; once it returns False, it is stopped.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".events") as file:
         events, printed = Path(file.name), Printed()
+        seen, stopped = 0, False
+
+        def enough() -> bool:
+            nonlocal seen, stopped
+            points = _points(_events(events), printed.events)
+            new, seen = points[seen:], len(points)
+            stopped = go_on is not None and not all(map(go_on, new))
+            return stopped
+
         ended = follow(
             command(settings, cell),
             limit_seconds=settings.limit_seconds,
@@ -75,9 +91,26 @@ def run(settings: CompareSettings, cell: Cell, folder: Path) -> Record:
                 reporting.SEED: str(cell.seed),
                 "PYTHONUNBUFFERED": "1",  # reports are timed when their lines arrive
             },
+            enough=None if go_on is None else enough,
         )
-        found = [json.loads(line) for line in events.read_text().splitlines()]
+        found = _events(events)
+    if stopped and ended.status:
+        ended = replace(ended, status=0)
+        return replace(record_of(settings, cell, ended, found, printed.events), status=STOPPED)
     return record_of(settings, cell, ended, found, printed.events)
+
+
+def _events(path: Path) -> list[Event]:
+    """The whole lines that rank 0 has written so far."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _points(written: Sequence[Event], printed: Sequence[Event]) -> list[Point]:
+    """The reports of a run, once it has begun."""
+    begun = next((e for e in written if e["event"] == "compressor"), None)
+    reports = [e for e in written if e["event"] == "report"] or list(printed)
+    return [_point(each, begun["seconds"]) for each in reports] if begun is not None else []
 
 
 class Printed:

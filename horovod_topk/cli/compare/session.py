@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from horovod_topk.cli.compare.picture import draw
-from horovod_topk.cli.compare.records import DONE, Cell, Record, Store
+from horovod_topk.cli.compare.records import DONE, STOPPED, Cell, Record, Store
 from horovod_topk.cli.compare.result import Found, found_in
 from horovod_topk.cli.compare.run import check_network, run
 from horovod_topk.cli.compare.settings import CompareSettings
@@ -103,7 +103,7 @@ def _records(missing: Sequence[Wanted], store: Store, bar: tqdm[Any]) -> Iterato
 
 def _is_missing(store: Store, cell: Cell, *, retry: bool) -> bool:
     record = store.find(cell)
-    return record is None or (retry and record.status != DONE)
+    return record is None or record.status == STOPPED or (retry and record.status != DONE)
 
 
 def _title(name: str, cell: Cell) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from horovod_topk.cli.compare.curves import Curve, Metric, at_step, at_time, time_to
-from horovod_topk.cli.compare.records import DIVERGED, DONE, FAILED, LATE, Record
+from horovod_topk.cli.compare.records import DIVERGED, DONE, FAILED, LATE, STOPPED, Record
 from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE, Difference, difference
 
 PAYS, FASTER, NOT, UNKNOWN = "pays", "faster, but ends worse", "does not pay", "cannot tell"
@@ -65,7 +65,7 @@ def judge(
         timed: whether times are meaningful; if not, the verdict is on quality at equal steps.
     """
     outcomes = {seed: run.outcome(metric.name) for seed, run in sorted(runs.items())}
-    for outcome in (FAILED, LATE, DIVERGED):
+    for outcome in (FAILED, LATE, DIVERGED, STOPPED):
         seeds = [str(seed) for seed, each in outcomes.items() if each == outcome]
         if seeds:
             return Verdict(outcome, f"with seed {', '.join(seeds)}", {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_topk.cli.compare.records import DONE, LATE, Cell, Point, Record
+from horovod_topk.cli.compare.records import DONE, LATE, STOPPED, Cell, Point, Record
 from horovod_topk.cli.compare.simulated.exchanges import (
     Exchange,
     Part,
@@ -113,8 +113,11 @@ def job_of(
     return Job(workload, asked, ranks, seed)
 
 
-def train(task: Task) -> Record:
-    """Train a cell; a run that diverges ends at once."""
+def train(task: Task, go_on: Callable[[Point], bool] = lambda _: True) -> Record:
+    """Train a cell; a run that diverges ends at once.
+
+    go_on: called with each score but the last; if it returns False, the run is stopped.
+    """
     workload = load(task.script)(**dict(task.options))
     job = job_of(workload, parse(task.cell.compressor), task.ranks, task.cell.seed)
     points: list[Point] = []
@@ -128,6 +131,9 @@ def train(task: Task) -> Record:
         if step % workload.every == 0 or step == workload.steps:
             points.append(Point(step, round(seconds, 3), job.score()))
             if None in points[-1].metrics.values():  # diverged: more steps cannot help
+                break
+            if step < workload.steps and not go_on(points[-1]):
+                status = STOPPED
                 break
         if seconds > task.limit_seconds:
             status = LATE
