@@ -213,6 +213,15 @@ ROOMS = {
         "horovod_topk.updates.tracker",
         "torch",
     },
+    "cli/tune": {
+        "horovod_topk.cli",
+        "horovod_topk.config",
+        "horovod_topk.core",
+        "horovod_topk.cost",
+        "horovod_topk.local.call",
+        "horovod_topk.methods",
+        "horovod_topk.updates.tracker",
+    },
     "cli/plan": {
         "horovod_topk.methods",
         "horovod_topk.reporting",

@@ -98,7 +98,7 @@ def test_commands_take_the_options_that_pages_give_them() -> None:
     for name, *words in commands():
         parser = Parser()
         add(parser, cli.COMMANDS[name].OPTIONS)
-        given = behind_dashes(words)[0] if name == "compare" else words
+        given = behind_dashes(words)[0] if name in cli.OF_SCRIPTS else words
         parser.parse_args(joined(given))
 
 

@@ -22,7 +22,7 @@ DESCRIPTION = (
 SEEDS, RUNS = 3, 30
 
 
-def _above_0(unit: str, example: str) -> Callable[[str], float]:
+def _above_0(unit: str, example: str, scale: float = 1.0) -> Callable[[str], float]:
     """A type of option: a number above 0 with its unit."""
 
     def read(text: str) -> float:
@@ -32,7 +32,7 @@ def _above_0(unit: str, example: str) -> Callable[[str], float]:
             found = 0.0
         if not 0 < found < 1e9:
             raise ValueError(f"{text!r}: give a number above 0 with its unit, such as {example}")
-        return found
+        return found * scale
 
     return quantity(read)
 
@@ -51,7 +51,7 @@ OPTIONS: Options = {
         "quality; needs --bandwidth and --compute",
     },
     "--quality": {
-        "type": _above_0("%", "1%"),
+        "type": _above_0("%", "1%", 0.01),
         "metavar": "SHARE",
         "help": "lose this share of dense's quality at most, as in 1%%, and send the fewest bytes, "
         "or with --bandwidth take the shortest step",

@@ -48,7 +48,8 @@ def lines(search: Search, script: Path, wall: float) -> Iterator[str]:
     chosen, sentence = verdict(search)
     yield from wrap(
         f"cost: {len(runs.records)} runs, of which {stopped} were stopped early; "
-        f"{runs.steps:,} steps, as of {runs.steps / search.steps:.1f} whole runs; {runs.seconds:.0f} s of training. "
+        f"{runs.steps:,} steps, as of {runs.steps / search.steps:.1f} whole runs; "
+        f"{runs.seconds:.0f} s of training. "
         f"{runs.made} of the runs were made now, in {wall:.0f} s.",
         WIDTH,
     )

@@ -50,7 +50,7 @@ class Runs:
     """Runs of a script, which are kept, and what they cost."""
 
     def __init__(self, settings: CompareSettings, store: Store, train: Train) -> None:
-        self._settings, self._store, self._train = settings, store, train
+        self._settings, self._store, self.train = settings, store, train
         self._known: dict[tuple[str, int], Record] = {}
         self.made = 0  # runs of this start; others were kept
 
@@ -70,11 +70,15 @@ class Runs:
             cell = replace(self._settings, compressors={text: text}).cell((), text, seed)
             record = _replayed(self._store.find(cell), asked)
             if record is None:
-                record = self._train(self._settings, cell, asked)
+                record = self.train(self._settings, cell, asked)
                 self._store.keep(record)
                 self.made += 1
             self._known[text, seed] = record
         return self._known[text, seed]
+
+    def anew(self) -> Runs:
+        """The same script and store, with nothing counted."""
+        return Runs(self._settings, self._store, self.train)
 
     @property
     def records(self) -> list[Record]:
@@ -128,9 +132,9 @@ class Search:
     most_steps: int
     sampler_seed: int = 0
     say: Callable[[str, Record, float | None], None] = lambda *_: None
-    tried: dict[Setting, dict[int, Record]] = field(default_factory=dict)  # runs by seed
-    best: Setting | None = None
-    _trailed: dict[int, float] = field(default_factory=dict)  # by step, of runs within `lost`
+    tried: dict[Setting, dict[int, Record]] = field(default_factory=dict, init=False)  # by seed
+    best: Setting | None = field(default=None, init=False)
+    _trailed: dict[int, float] = field(default_factory=dict, init=False)  # by step, by good runs
 
     def __post_init__(self) -> None:
         self.fitting = [s for s, cost in self.costs.items() if self.budget.allows(cost, self.dense)]
@@ -206,8 +210,8 @@ class Search:
                 min_resource=max(1, self.steps // SHORT), reduction_factor=FACTOR
             ),
         )
-        drawn, repeats = random.Random(self.sampler_seed), 0
-        for setting in self.starts():
+        drawn, repeats, starts = random.Random(self.sampler_seed), 0, self.starts()
+        for setting in starts:
             study.enqueue_trial(_params(setting))
         while self._has_room() and (left := self._left()):
             if repeats == REPEATS:
@@ -218,7 +222,7 @@ class Search:
             if setting not in left:
                 study.tell(trial, state=failed if setting in self.tried else pruned)
                 continue
-            self._try(trial, setting)
+            self._try(trial, setting, is_whole=setting in starts)
             if setting in self.whole:
                 study.tell(trial, self.value(setting))
             else:
@@ -226,14 +230,18 @@ class Search:
         self._finish()
 
     def starts(self) -> list[Setting]:
-        """What is tried first: the default, and of int4 in every step what the budget allows."""
-        edge = {}
+        """What is tried first, in whole runs: settings that docs/choosing.md leads to.
+
+        These are the default, and of int4, which is best at equal bytes, the largest ratio that the
+        budget allows: for each exchange, and for each number of local steps.
+        """
+        edges: dict[object, Setting] = {}
         for setting in self.fitting:
             found = dict(setting.values)
-            if found.get("values") == "int4" and setting.every == 1:
-                edge[found["exchange"]] = setting  # ratios ascend
+            if found.get("values") == "int4":
+                edges[found["exchange"], setting.every] = setting  # ratios ascend
         first = [DEFAULT] if DEFAULT in self.fitting else []
-        return [*first, *(each for each in edge.values() if each != DEFAULT)]
+        return [*first, *(each for each in edges.values() if each != DEFAULT)]
 
     def _left(self) -> list[Setting]:
         """Settings that may be the best: not tried, and cheaper than a good one if that counts."""
@@ -248,11 +256,11 @@ class Search:
         others = (2 + FINALISTS) * (len(self.seeds) - 1)
         return self.runs.steps + (others + 1) * self.steps <= self.most_steps
 
-    def _try(self, trial: Any, setting: Setting) -> None:
+    def _try(self, trial: Any, setting: Setting, *, is_whole: bool) -> None:
         seed = self.seeds[0]
 
         def go_on(point: Point) -> bool:
-            if point.step >= self.steps or setting == DEFAULT:
+            if point.step >= self.steps:
                 return True
             record = Record(Cell("", seed, (), (), ()), DONE, points=(point,))
             lost = self.lost(record, point.step)
@@ -260,7 +268,7 @@ class Search:
                 return True
             trial.report(lost, point.step)
             if self.budget.lost is None:
-                return not trial.should_prune()
+                return not trial.should_prune() or is_whole
             allowed = self._trailed.get(point.step, math.inf)
             return point.step < self.steps / SHORT or lost <= allowed
 
