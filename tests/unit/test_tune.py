@@ -1,4 +1,4 @@
-"""`horovod-topk tune`: its space, what a budget allows, the search, the verdict, and what is printed."""
+"""`horovod-topk tune`: its space, what a budget allows, the search, the verdict, its output."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-for needed in ("optuna", "scipy", "tqdm"):
-    pytest.importorskip(needed)
+pytest.importorskip("optuna")
+pytest.importorskip("scipy")
+pytest.importorskip("tqdm")
 
 from horovod_topk import cli
 from horovod_topk.cli.compare.curves import Metric

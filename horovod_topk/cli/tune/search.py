@@ -22,7 +22,7 @@ from horovod_topk.cli.tune.space import AXES, DEFAULT, Cost, Setting
 DENSE = "none"
 FINALISTS = 3  # settings that are trained with all seeds, beside the default
 SHORT, FACTOR = 3, 3  # a run goes on after 1/SHORT of its steps if it is among the best 1/FACTOR
-SLACK = 2.0  # with --quality: a run is stopped if it trails so many times as far as a good run
+SLACK = 5.0  # with --quality: a run is stopped if it trails so many times as far as a good one
 REPEATS = 20  # proposals without a new setting, after which one is drawn
 RANDOM = 8  # settings that are drawn before Optuna models them
 

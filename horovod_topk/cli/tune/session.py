@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -115,6 +116,7 @@ def _simulated(settings: CompareSettings) -> tuple[list[TensorSpec], Fit, Train]
     workload: Any = importlib.import_module(f"{simulated}.workload").load(settings.script)
     spec_of: Any = importlib.import_module("horovod_topk.torch_training.gradients").spec_of
     fitting: Any = importlib.import_module("horovod_topk.torch_training.optimizer_settings")
+    logging.getLogger("horovod_topk").setLevel(logging.ERROR)  # each setting would warn anew
     torch.set_num_threads(1)  # so that the order of sums is the same in every run
     options, state = dict(settings.options), workload(**settings.options)
     model = state.model()
