@@ -36,7 +36,7 @@ def progress(title: str, record: Record, lost: float | None) -> str:
     points, status = record.points, record.status
     how = f"{status} after {points[-1].step} steps" if points else status
     lose = DASH if lost is None else f"{lost:+.1%}"
-    return f"{title:<36} seed {record.cell.seed:<3}{lose:>9} of dense's quality lost, {how}"
+    return f"{title:<37} seed {record.cell.seed:<4}{lose:>9} of quality lost, {how}"
 
 
 def lines(search: Search, script: Path, wall: float) -> Iterator[str]:

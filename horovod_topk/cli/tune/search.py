@@ -17,7 +17,7 @@ from typing import Any
 from horovod_topk.cli.compare.curves import Metric, at_step
 from horovod_topk.cli.compare.records import DONE, STOPPED, Cell, Point, Record, Store
 from horovod_topk.cli.compare.settings import CompareSettings
-from horovod_topk.cli.tune.space import AXES, DEFAULT, Cost, Setting
+from horovod_topk.cli.tune.space import AXES, DEFAULT, USUAL, Cost, Setting
 
 DENSE = "none"
 FINALISTS = 3  # settings that are trained with all seeds, beside the default
@@ -225,6 +225,9 @@ class Search:
             self._try(trial, setting, is_whole=setting in starts)
             if setting in self.whole:
                 study.tell(trial, self.value(setting))
+                if self.budget.lost is not None and self.is_good(setting):
+                    for each in self._cheaper(setting)[-1:]:
+                        study.enqueue_trial(_params(each))
             else:
                 study.tell(trial, state=pruned)
         self._finish()
@@ -233,12 +236,14 @@ class Search:
         """What is tried first, in whole runs: settings that docs/choosing.md leads to.
 
         These are the default, and of int4, which is best at equal bytes, the largest ratio that the
-        budget allows: for each exchange, and for each number of local steps.
+        budget allows, for each exchange and number of local steps; with a limit of quality, the
+        default's ratio at most.
         """
         edges: dict[object, Setting] = {}
         for setting in self.fitting:
             found = dict(setting.values)
-            if found.get("values") == "int4":
+            small = self.budget.lost is None or found.get("ratio", 1.0) <= USUAL["ratio"]
+            if found.get("values") == USUAL["values"] and small:
                 edges[found["exchange"], setting.every] = setting  # ratios ascend
         first = [DEFAULT] if DEFAULT in self.fitting else []
         return [*first, *(each for each in edges.values() if each != DEFAULT)]
@@ -250,6 +255,11 @@ class Search:
             return left
         least = min((self.cost(each) for each in self.whole if self.is_good(each)), default=None)
         return [setting for setting in left if least is None or self.cost(setting) < least]
+
+    def _cheaper(self, setting: Setting) -> list[Setting]:
+        """Settings that may be the best and have another ratio alone, in ascending order."""
+        others = {key: each for key, each in setting.values if key != "ratio"}
+        return [each for each in self._left() if others.items() <= dict(each.values).items()]
 
     def _has_room(self) -> bool:
         """Whether steps are left for another run, before those with all seeds."""

@@ -36,7 +36,7 @@ AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "QSGD": {"bits": (2, 4, 8)},
     "Dense": {},
 }
-USUAL = {"ratio": 0.02, "values": "int4", "exchange": "allgather"}  # of TopKEF
+USUAL: Mapping[str, Any] = {"ratio": 0.02, "values": "int4", "exchange": "allgather"}  # of TopKEF
 FIXED = {"QSGD": {"exchange": "sharded"}, "Dense": {"values": "bfloat16"}}
 
 Fit = Callable[[Method, Mapping[str, str]], tuple[Method, Rule | None]]
