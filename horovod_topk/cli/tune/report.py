@@ -130,7 +130,7 @@ def verdict(search: Search) -> tuple[Setting | None, str]:
     if gain.word != BETTER:
         return DEFAULT, (
             f"the default was as good: {best.title} ends {gain.mean:+.1%} of dense better, "
-            "within the noise of seeds"
+            "within the noise of seeds. More --seeds may tell"
         )
     return best, f"{best.title}: ends {gain.mean:.1%} of dense better than the default"
 
@@ -143,7 +143,7 @@ def paste(setting: Setting, script: Path) -> tuple[str, str]:
     if setting.every > 1:
         names += ", LocalSteps"
         of = "trainable_variables" if module == "tensorflow" else "named_parameters()"
-        line = f"LocalSteps(optimizer, model.{of}, every={setting.every}, compression={call})"
+        line = f"LocalSteps(optimizer, model.{of}, every={setting.every},\n    compression={call})"
     elif module in ATTACHED:
         line = f"{setting.call}{ATTACHED[module]}"
     else:
