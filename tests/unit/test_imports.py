@@ -220,6 +220,7 @@ ROOMS = {
         "horovod_topk.cost",
         "horovod_topk.local.call",
         "horovod_topk.methods",
+        "horovod_topk.torch_training",
         "horovod_topk.updates.tracker",
     },
     "cli/plan": {
