@@ -64,8 +64,7 @@ def main() -> None:
     callbacks = [hvd_keras.callbacks.BroadcastGlobalVariablesCallback(root_rank=0)]
     if args.local_steps:
         compression = tensorflow_harness.local_compression(args)
-        own = {"compression": compression, "decay": 0.95}
-        callbacks.append(hvd_keras.LocalSteps(every=args.local_steps, **own))
+        callbacks.append(hvd_keras.LocalSteps(every=args.local_steps, compression=compression))
     else:
         compression = tensorflow_harness.compression(args)
         optimizer = hvd_keras.DistributedOptimizer(optimizer, compression=compression)

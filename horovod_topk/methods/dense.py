@@ -41,6 +41,7 @@ class Dense(Codec):
     """
 
     id: ClassVar[int] = 2
+    defers: ClassVar[bool] = False  # but for rounding errors: 1/256 of an element
 
     values: str = "float32"  # format of elements; "float32" means float64 for float64 gradients
     exchange: str = "sharded"

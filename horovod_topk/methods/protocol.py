@@ -212,6 +212,7 @@ class Method(Settings):
     for_training: ClassVar[Mapping[str, str]] = {"guard": AUTO}
     in_rounds: ClassVar[bool] = False  # whether it is of the kind `Rounds`
     error_feedback: ClassVar[bool] = True  # whether residuals are kept; may be a field instead
+    defers: ClassVar[bool] = True  # whether much of a gradient may arrive in later steps
     measured: ClassVar[tuple[str, ...]] = ()  # names of a codec's own measures: `Codec.measure`
     may_send_nothing: ClassVar[bool] = False  # of a tensor that is not 0
     # Whether bytes are allocated to tensors in training; may be a field instead.

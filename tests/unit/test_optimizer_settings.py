@@ -14,9 +14,11 @@ from torch import nn
 
 from horovod_topk.checkpoint.parts import Job, common_in, fitting, share_out
 from horovod_topk.config import AUTO
-from horovod_topk.core.run.optimizers import kind_of
+from horovod_topk.core.run.optimizers import advise, kind_of
 from horovod_topk.core.state.learning_rates import Rates
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.dense import Dense
+from horovod_topk.methods.onebit import OneBit
 from horovod_topk.methods.randomk import RandomK
 from horovod_topk.methods.topk import TopK
 from horovod_topk.torch import TopKEF
@@ -258,6 +260,13 @@ def test_a_momentum_that_an_older_version_has_set_to_zero_comes_back(
     _, rule, _ = settings.fit_momentum(optimizer, TopK(), {"momentum": AUTO})
     assert group[setting] == own[setting] and settings.TAKEN not in group
     assert rule is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "warnings"), [(Dense(values="bfloat16"), 0), (OneBit(), 1), (TopK(), 1)]
+)
+def test_16_bits_in_every_step_are_not_late(config: Any, warnings: int) -> None:
+    assert len(advise("AdamW", config, "", normalises=True)) == warnings
 
 
 def test_sums_of_all_ranks_leave_the_steps_of_sgd_alone() -> None:

@@ -39,7 +39,7 @@ def _why_not_late(config: Method) -> str:
     """Return why no element of these gradients is known to arrive late; empty if some is."""
     if config.exchange == "hierarchical":
         return "exchange='hierarchical' adds gradients up within a node"
-    if config.ratio == 1.0 and not config.withheld():
+    if not config.defers or (config.ratio == 1.0 and not config.withheld()):
         return "all elements are sent"
     return ""
 
