@@ -12,26 +12,24 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 CONTEXT = 64  # bytes a sequence
-WIDTH = 96
-HEADS = 4
-LAYERS = 2
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each after a norm: [N, T, WIDTH] -> same."""
+    """Causal self-attention and a feed-forward layer, each after a norm: [N, T, width] -> same."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
-        self.projection = nn.Linear(WIDTH, WIDTH)
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
         self.feed_forward = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
-        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(mixed.transpose(1, 2).flatten(2))
         return x + self.feed_forward(x)
@@ -40,12 +38,12 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """Bytes [N, T] -> logits [N, T, 256] of the byte that follows each; 279 thousand parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 96, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
-        self.byte = nn.Embedding(256, WIDTH)
-        self.position = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
+        self.byte = nn.Embedding(256, width)
+        self.position = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
         self.apply(self._initialise)
 
     @staticmethod

@@ -96,12 +96,16 @@ class GatedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, T, width] -> [N, T, width]."""
+        x = x + self.attended(x)
+        y = self.norms[1](x)
+        return x + self.down(silu(self.gate(y)) * self.up(y))
+
+    def attended(self, x: Tensor) -> Tensor:
+        """Return what attention adds: [N, T, width] -> [N, T, width]."""
         parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).movedim(2, 0)
         q, k, v = (part.transpose(1, 2) for part in parts)
         seen = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.joined(seen.transpose(1, 2).flatten(2))
-        y = self.norms[1](x)
-        return x + self.down(silu(self.gate(y)) * self.up(y))
+        return self.joined(seen.transpose(1, 2).flatten(2))
 
 
 class Unet(nn.Module):

@@ -1,0 +1,66 @@
+"""Models of 11 and 25 million parameters on simulated ranks, for docs/does-it-pay.md.
+
+`horovod-topk compare --simulated` calls `workload(**options)`. The text is the Python sources of
+the installed torch package, 46 MB, split by file; the photographs are those of loops.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from study.loops import CELLS, Loop, Patches, Text
+from study.networks import Residual
+from study.workloads import pytorch_bytelm, source_files
+
+SOURCES = Path(torch.__file__).parent
+POINTS = 12  # evaluations of a run
+
+
+class GPT(Text):
+    """A byte GPT of the sizes of GPT-2's blocks: 25.5 million parameters."""
+
+    batch_size = 2
+
+    @staticmethod
+    def model() -> nn.Module:
+        """Eight layers of width 512."""
+        return pytorch_bytelm.ByteGPT(width=512, heads=8, layers=8)
+
+    def columns(self, split: str) -> tuple[Tensor, ...]:
+        """Rows of text; sorted by name of the file for skewed shards."""
+        return (_sources(split, by_name=self.skewed),)
+
+
+class ResNet(Patches):
+    """A residual network of 11.1 million parameters on patches of photographs."""
+
+    batch_size = 4
+
+    @staticmethod
+    def model() -> nn.Module:
+        """Three blocks of up to 768 channels."""
+        return Residual(2 * CELLS[0] * CELLS[1], widths=(192, 384, 768))
+
+
+LOOPS = {"gpt": GPT, "resnet": ResNet}
+
+
+def workload(*, model: str, **options: Any) -> Loop:
+    """A model with its options, for `horovod-topk compare --simulated`."""
+    loop: Loop = LOOPS[model](**options)
+    loop.every = max(1, loop.steps // POINTS)
+    return loop
+
+
+@cache
+def _sources(split: str, *, by_name: bool = False) -> Tensor:
+    files = source_files.of_split(split, SOURCES)
+    return pytorch_bytelm.in_rows(sorted(files) if by_name else files)
