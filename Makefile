@@ -33,10 +33,10 @@ WORKERS ?= 2
 # tests/conftest.py.
 TIER ?= fast
 
-STUDIES := accuracy allocation frontier default local-steps methods optimizers practice
-BENCHMARKS := bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes
+STUDIES := accuracy allocation frontier default does-it-pay local-steps methods optimizers practice
+BENCHMARKS := bench bench-kernels bench-network bench-pay bench-trouble bench-wire plan-grid residuals crashes
 
-.PHONY: help setup demo demo-ddp dist clean test test-tools test-all test-integrations check fuzz printed docs bench bench-kernels bench-network bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy allocation frontier default local-steps methods optimizers practice
+.PHONY: help setup demo demo-ddp dist clean test test-tools test-all test-integrations check fuzz printed docs bench bench-kernels bench-network bench-pay bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy allocation frontier default does-it-pay local-steps methods optimizers practice
 
 help: ## list the targets
 	@sed -nE 's/^## (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -88,6 +88,7 @@ fuzz: setup ## encode and decode arbitrary buckets under sanitizers (a minute)
 bench: ## compression of a ResNet-50's gradients (minutes)
 bench-kernels: ## selection beside r += g and torch.topk (half an hour)
 bench-network: ## steps against bandwidth, beside Horovod and DDP (root, half an hour)
+bench-pay: ## steps of 25.5 million parameters, and a whole run (root, half an hour)
 bench-trouble: ## a slow rank and lost packets (root, a quarter of an hour)
 bench-wire: ## bytes that leave a host's network card (root, half an hour)
 plan-grid: ## measured steps beside what plan says (root, an hour and a half)
@@ -95,6 +96,7 @@ residuals: ## norms of residuals beside the bounds of theory (minutes)
 crashes: ## kill a hundred ranks of elastic jobs (a quarter of an hour)
 
 bench: NAME := steps
+bench-pay: NAME := does_it_pay
 plan-grid: NAME := plan
 $(BENCHMARKS): setup
 	$(RUN) scripts/bench.py $(or $(NAME),$(patsubst bench-%,%,$@)) $(ARGS)
@@ -110,6 +112,7 @@ accuracy: ## plain error feedback beside dense, on real ranks (hours)
 allocation: ## ratios by tensor at equal bytes beside one for all (hours)
 frontier: ## quality against bytes for every format and exchange (hours)
 default: ## the default beside dense over models and training loops (hours)
+does-it-pay: ## loss at 11 and 25 million parameters, to join with seconds (hours)
 local-steps: ## local steps beside an exchange in every step (hours)
 methods: ## every method beside dense at 16 and 64 times fewer bytes (hours)
 optimizers: ## the optimizers that people train with, beside dense (half an hour)

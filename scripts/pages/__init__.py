@@ -27,9 +27,9 @@ Values = Mapping[str, Any]  # texts, numbers, and functions that return text
 REPORTS = {  # results of benchmarks -> the module whose `values` turns them into figures
     "benchmarks": "benchmarks.steps",
     "crashes": "benchmarks.crashes_page",
+    "does-it-pay": "study.does_it_pay",
     "fsdp": "benchmarks.fsdp",
     "kernels": "benchmarks.kernels_page",
-    "local_steps_seconds": "benchmarks.local_steps",
     "network": "benchmarks.network_page",
     "plan-grid": "benchmarks.plan_page",
     "readme": "front",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from horovod_topk.cli.bench.methods import parse_methods
 from horovod_topk.cli.bench.nic import Sent
 from pages import RESULTS
 from pages.markdown import spread
-from study import page
+from study import does_it_pay, page
 from study.results import Study
 
 pytestmark = pytest.mark.tools
@@ -179,3 +180,29 @@ def test_bytes_are_all_that_leaves_the_card_and_what_is_carried_is_payload() -> 
 def test_nodes_are_exchanged_between_where_there_are_some() -> None:
     assert not [way for way in ways() if way.exchange == "hierarchical"]
     assert len([way for way in ways(slots=2) if way.exchange == "hierarchical"]) == 6
+
+
+# Loss against hours
+
+
+def test_a_loss_is_reached_between_two_points() -> None:
+    points = [(100, 4.0), (200, 3.0), (300, 3.5)]
+    assert does_it_pay.reached(points, 4.5) == 100
+    assert does_it_pay.reached(points, 3.25) == 175
+    assert does_it_pay.reached(points, 2.9) == math.inf
+
+
+def test_16_bits_have_the_faster_step_of_two() -> None:
+    variants = {"bfloat16": {"seconds": [3.0]}, "PyTorch's float16": {"seconds": [1.0, 2.0, 9.0]}}
+    joined = does_it_pay.Joined(
+        Study("does_it_pay"), "byte GPT*", {"1gbit": {"variants": variants}}
+    )
+    assert joined.seconds("1gbit", "bfloat16") == 2.0
+    assert math.isnan(joined.seconds("100mbit", "bfloat16"))
+    assert math.isnan(joined.seconds("1gbit", "TopKEF"))
+
+
+def test_seldom_used_experts_are_told_from_others() -> None:
+    run = {"used": [[0.2, 1.0]], "gradient": [[2.0, 1.0]], "residual": [[1.0, 4.0]]}
+    found = does_it_pay.use_table({"runs": {"TopKEF": run}})
+    assert found.endswith("| 0.5 (1) |\n| in up to 95% | none |\n| in more | 4.0 (1) |")

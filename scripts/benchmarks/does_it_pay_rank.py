@@ -1,0 +1,250 @@
+"""A rank of `does_it_pay.py`: takes all variants in turns, or trains once; rank 0 writes."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bytelm
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import does_it_pay as names
+from cluster.host import INTERFACE
+from horovod_topk.cli.bench.nic import scheduled
+from horovod_topk.cli.bench.runners import ONE_BUCKET
+from horovod_topk.ddp import QSGD, Dense, LocalSteps, TopKEF
+from study.large import GPT, workload
+from study.results import Study
+
+PORT = 29557
+EVERY = 30  # inner steps of a round
+VIEWS = {"gradient_as_bucket_view": True}  # as DDP's documentation recommends
+WARM_UP, WARM_UP_OF_HOOK = 2, 4  # steps: memory is allocated, PowerSGD's first steps are dense
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train.
+
+    Attributes:
+        wrap: from model and optimizer to those that a training loop uses, and to what has the
+            compressor's state, or None.
+        steps: number of steps that are timed at once.
+        offset: number of steps of a round that come before them.
+        warm_up: number of steps before.
+    """
+
+    wrap: Callable[[nn.Module, Any], tuple[nn.Module, Any, Any]]
+    steps: int
+    offset: int = 0
+    warm_up: int = WARM_UP
+
+
+def alone(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
+    """No exchange."""
+    return model, optimizer, None
+
+
+def hooked(hook: Any = None, state: Callable[[], Any] = lambda: None, **options: Any) -> Any:
+    """DDP, with its own options, and a hook of PyTorch's."""
+
+    def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
+        wrapped = DistributedDataParallel(model, init_sync=False, **VIEWS, **options)
+        if hook is not None:
+            wrapped.register_comm_hook(state(), hook)
+        return wrapped, optimizer, None
+
+    return wrap
+
+
+def each_step(compressor: Any) -> Any:
+    """An exchange of gradients in every step."""
+
+    def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
+        wrapped = DistributedDataParallel(model, init_sync=False, **VIEWS)
+        compressor.attach(wrapped, optimizer)
+        return wrapped, optimizer, wrapped
+
+    return wrap
+
+
+def local(**settings: Any) -> Any:
+    """An exchange of movements now and then."""
+
+    def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
+        outer = LocalSteps(optimizer, model.named_parameters(), **settings)
+        return model, outer, outer
+
+    return wrap
+
+
+def low_rank() -> Any:
+    """PyTorch's state of PowerSGD."""
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+
+
+VARIANTS = {
+    names.ALONE: Variant(alone, EVERY),
+    names.FLOAT32: Variant(hooked(), 3),
+    names.FLOAT16: Variant(hooked(default_hooks.fp16_compress_hook), 4),
+    names.BFLOAT16: Variant(each_step(Dense(values="bfloat16")), 4),
+    names.POWERSGD: Variant(
+        hooked(powerSGD_hook.powerSGD_hook, low_rank, bucket_cap_mb=ONE_BUCKET),
+        10,
+        warm_up=WARM_UP_OF_HOOK,
+    ),
+    names.QSGD: Variant(each_step(QSGD(bits=2, exchange="sharded")), 10),
+    names.TOPK: Variant(each_step(TopKEF(warmup=None)), 10),
+    names.SHARDED: Variant(each_step(TopKEF(warmup=None, exchange="sharded")), 10),
+    names.LOCAL: Variant(local(every=EVERY), EVERY),
+    names.LOCAL_10: Variant(local(every=10), EVERY),
+    # The exchange starts and ends within the steps that are timed.
+    names.LATE: Variant(local(every=EVERY, delay=10), EVERY, EVERY // 2),
+    names.PLAIN: Variant(local(every=EVERY, compression=Dense), EVERY),
+}
+
+EARLY = {
+    names.TOPK: Variant(each_step(TopKEF()), names.EARLY, warm_up=0),
+    names.SHARDED: Variant(each_step(TopKEF(exchange="sharded")), names.EARLY, warm_up=0),
+}
+
+
+def measure(variant: Variant, rows: int) -> dict[str, float]:
+    """Build a variant, and measure its steps: the seconds of the slowest rank, a step."""
+    torch.manual_seed(0)
+    plain = GPT.model()
+    model, optimizer, owner = variant.wrap(plain, torch.optim.AdamW(plain.parameters(), fused=True))
+    text = torch.randint(256, (rows, bytelm.CONTEXT + 1))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            bytelm.bits(model, text).mean().backward()
+            optimizer.step()
+
+    def counted() -> Tensor:
+        stats = None if owner is None else TopKEF.of(owner).stats()
+        parts = [0.0 if stats is None else getattr(stats, each) for each in names.PARTS]
+        sent = scheduled(INTERFACE)
+        assert sent is not None
+        return torch.tensor([sent.bytes, *parts], dtype=torch.float64)
+
+    train(variant.warm_up)
+    if isinstance(optimizer, LocalSteps):
+        optimizer.synchronize()  # allocates, and begins a round
+    train(variant.offset)
+    dist.barrier()
+    before, began = counted(), time.perf_counter()
+    train(variant.steps)
+    slowest = torch.tensor(time.perf_counter() - began)
+    means = counted() - before
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(means)
+    sent, *parts = (means / dist.get_world_size() / variant.steps).tolist()
+    exchange = sent if owner is None else TopKEF.of(owner).stats().sent_bytes
+    return {
+        "seconds": slowest.item() / variant.steps,
+        "bytes": sent,
+        "exchange": exchange,
+        **dict(zip(names.PARTS, parts, strict=True)),
+    }
+
+
+def in_turns(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all variants, round after round."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in args.variants}
+    for _ in range(args.rounds):
+        for name, each in found.items():
+            measured = measure((EARLY if args.early else VARIANTS)[name], args.rows)
+            gc.collect()
+            for key, value in measured.items():
+                each.setdefault(key, []).append(value)
+            said(f"{name}: {measured['seconds']:.2f} s a step")
+    return {"variants": found}
+
+
+def whole() -> dict[str, Any]:
+    """Train with TopKEF as the simulated run does: same data, weights, steps and scores.
+
+    The clock stops while rank 0 scores.
+    """
+    asked = Study("does_it_pay").found("byte GPT*").settings
+    (seed,) = asked.seeds
+    loop = workload(**asked.options)
+    torch.manual_seed(seed)
+    plain = loop.model()
+    optimizer = loop.optimizer(plain)
+    model, optimizer, owner = each_step(TopKEF())(plain, optimizer)
+    schedule = loop.schedule(optimizer)
+    batches = loop.batches(dist.get_rank(), dist.get_world_size(), seed)
+    points, spent = [], 0.0
+    for step in range(1, loop.steps + 1):
+        began = time.perf_counter()
+        batch = next(batches)
+        optimizer.zero_grad()
+        loop.loss(model, batch).backward()
+        optimizer.step()
+        schedule.step()
+        spent += time.perf_counter() - began
+        if step % loop.every == 0 or step == loop.steps:
+            if dist.get_rank() == 0:
+                with torch.no_grad():
+                    points.append({"step": step, "seconds": spent, **loop.score(plain)})
+                said(f"{points[-1]}")
+            dist.barrier()
+    return {"points": points, "sent": TopKEF.of(owner).stats().sent_bytes}
+
+
+def said(line: str) -> None:
+    """Print a line on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def main() -> None:
+    """Measure or train, and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--early", action="store_true")
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "host1", "MASTER_PORT": f"{PORT}"}
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    rank, ranks = (int(os.environ[name]) for name in ("HOROVOD_RANK", "HOROVOD_SIZE"))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    found = whole() if args.whole else in_turns(args)
+    found["setting"] = setting(args)
+    if rank == 0:
+        args.json.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def setting(args: argparse.Namespace) -> Mapping[str, int]:
+    """What was trained, and by how many ranks."""
+    return {
+        "parameters": sum(p.numel() for p in GPT.model().parameters()),
+        "sequences": args.rows,
+        "context": bytelm.CONTEXT,
+        "every": EVERY,
+        "ranks": dist.get_world_size(),
+    }
+
+
+if __name__ == "__main__":
+    main()

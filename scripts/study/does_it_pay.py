@@ -1,0 +1,406 @@
+"""Loss against hours and gigabytes: losses of simulated runs, seconds of steps on emulated hosts.
+
+A run of `does_it_pay.toml` has a loss after so many steps, and `benchmarks/does_it_pay.py` the
+seconds of such a step on hosts with links of some rate. Their product is joined here; the job
+`whole`, which trains on such hosts, says how right that is. Predictions are those of `cost`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from benchmarks import does_it_pay as benchmark
+from benchmarks.does_it_pay import (
+    ALONE,
+    BFLOAT16,
+    EARLY,
+    FLOAT16,
+    FLOAT32,
+    LOCAL,
+    POWERSGD,
+    SHARDED,
+    TOPK,
+)
+from horovod_topk.cli.canvas import panels
+from horovod_topk.cli.models import specs_of
+from horovod_topk.core.plan.buckets import TensorSpec
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.cost import machine as machines
+from horovod_topk.cost import quantities
+from horovod_topk.cost.crossover import faster, written
+from horovod_topk.cost.machine import Kernels, Machine
+from horovod_topk.cost.step import Training, step
+from horovod_topk.cost.strategies import Strategy, all_strategies
+from horovod_topk.cost.traffic import nodes_of
+from horovod_topk.methods.topk import TopK
+from horovod_topk.updates.tracker import Rule
+from pages import RESULTS, Values, stored
+from pages.markdown import table
+from study.large import GPT
+from study.results import DENSE, Study, end
+
+USE = "used", "gradient", "residual"
+RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s, 2 hosts"}
+RANKS, METRIC = 4, "bits_per_byte"
+STYLES: dict[str, dict[str, Any]] = {
+    DENSE: {"color": "#888888", "linestyle": "--"},
+    BFLOAT16: {"color": "#444444", "linestyle": "--"},
+    POWERSGD: {"color": "#c2672f", "linestyle": "-."},
+    TOPK: {"color": "#1f6fb2", "linewidth": 2.5},
+    SHARDED: {"color": "#1f6fb2", "linestyle": ":"},
+    LOCAL: {"color": "#2f8f4e"},
+}
+LABELS = {DENSE: "dense, float32", BFLOAT16: "dense, 16 bits", LOCAL: "local steps, every 30"}
+Points = Sequence[tuple[float, float]]  # steps, and the loss after them
+
+# GPT-2 with 124 million parameters: 19,560 steps of 524,288 tokens took 8 A100 90 minutes and
+# 8 H100 45 (the baseline of github.com/KellerJordan/modded-nanogpt, README at 0006a9c).
+STEPS_OF_GPUS = 19_560
+MINUTES_OF_GPUS = {"A100": 90, "H100": 45}
+GPU_RATES = ("1gbit", "10gbit", "25gbit", "100gbit")
+GPUS = 8
+# What an H200 added to an AdamW step of a ResNet-50 with 25.6 million parameters (docs/gpu.md): of
+# the GPU's work alone, and with Python's.
+ADDED_SECONDS, ADDED_ALL, ADDED_ELEMENTS = 1.2e-3, 10.2e-3, 25.6e6
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One case of the study with the seconds of its steps."""
+
+    study: Study
+    title: str
+    jobs: Mapping[str, Any]
+
+    def curves(self) -> dict[str, Points]:
+        """Losses by steps of every method that has been run; without one, 16 bits have dense's."""
+        found = {DENSE: self.study.dense(self.title)}
+        found |= {name: row.runs for name, row in self.study.rows(self.title).items()}
+        metric = self.study.found(self.title).metric.name
+        curves = {
+            name: [(p.step, p.metrics[metric]) for p in next(iter(runs.values())).points]
+            for name, runs in found.items()
+            if runs
+        }
+        return {DENSE: curves[DENSE], BFLOAT16: curves[DENSE], **curves}
+
+    def sent(self, name: str) -> float:
+        """Bytes that a rank sends in a step, on average over the run."""
+        if name in (DENSE, BFLOAT16):
+            whole = next(iter(self.study.dense(self.title).values())).sent_bytes or math.nan
+            return whole / (1 if name == DENSE else 2)
+        return self.study.rows(self.title)[name].sent_bytes
+
+    def seconds(self, rate: str, name: str) -> float:
+        """Seconds of a step; of 16 bits those of the faster of two ways."""
+        if rate not in self.jobs:
+            return math.nan
+        found = self.jobs[rate]["variants"]
+        ways = (BFLOAT16, FLOAT16) if name == BFLOAT16 else (name,)
+        known = [statistics.median(found[way]["seconds"]) for way in ways if way in found]
+        return min(known, default=math.nan)
+
+    def time(self, rate: str, name: str, steps: float) -> float:
+        """Seconds of the first steps of a run; the default's first ones take longer."""
+        early = self.jobs.get(f"{rate}-early", {"variants": {}})["variants"].get(name)
+        first = min(steps, EARLY) if early else 0.0
+        slower = first * statistics.median(early["seconds"]) if early else 0.0
+        return slower + (steps - first) * self.seconds(rate, name)
+
+    def gigabytes(self, name: str, steps: float) -> float:
+        """What a rank sends in the first steps of a run; the default's first ones send more."""
+        early, steady = (
+            self.jobs.get(rate, {"variants": {}})["variants"].get(name)
+            for rate in ("1gbit-early", "1gbit")
+        )
+        if not early:
+            return steps * self.sent(name) / 1e9
+        first = min(steps, EARLY)
+        later = (steps - first) * statistics.median(steady["bytes"])
+        return (first * statistics.median(early["bytes"]) + later) / 1e9
+
+    @property
+    def target(self) -> float:
+        """Dense's loss at the end."""
+        return self.curves()[DENSE][-1][1]
+
+
+def reached(points: Points, target: float) -> float:
+    """The steps after which a loss is first as low as the target; infinity: never.
+
+    Between two measured points the loss is taken to fall evenly.
+    """
+    if points[0][1] <= target:
+        return points[0][0]
+    for (before, above), (after, below) in pairwise(points):
+        if below <= target:
+            return before + (after - before) * (above - target) / (above - below)
+    return math.inf
+
+
+def duration(seconds: float) -> str:
+    """Minutes, or hours where there are many."""
+    if math.isnan(seconds):
+        return "not measured"
+    if math.isinf(seconds):
+        return "not reached"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def times(slow: float, fast: float) -> str:
+    """How many times sooner."""
+    if math.isnan(slow / fast) or math.isinf(fast):
+        return "-"
+    return "always" if math.isinf(slow) else f"{slow / fast:.1f}"
+
+
+def target_table(joined: Joined, share: float = 1.0) -> str:
+    """Time to dense's loss after a share of the steps, for each method and rate."""
+    curves = joined.curves()
+    last = curves[DENSE][-1][0]
+    target = next(loss for steps, loss in curves[DENSE] if steps >= share * last - 1)
+    needed = {name: reached(points, target) for name, points in curves.items()}
+    rows = []
+    for name, points in curves.items():
+        steps = needed[name]
+        row = [
+            LABELS.get(name, name),
+            f"{points[-1][1]:.3f}",
+            "-" if math.isinf(steps) else f"{steps:.0f}",
+        ]
+        row.append(f"{joined.gigabytes(name, steps):.2f}" if math.isfinite(steps) else "-")
+        for rate in ("100mbit", "1gbit"):
+            taken = {each: joined.time(rate, each, needed[each]) for each in curves}
+            beside = times(taken.get(BFLOAT16, math.nan), taken[name])
+            row.append(f"{duration(taken[name])} ({beside})")
+        rows.append(row)
+    head = ["", "loss at the end", "steps", "GB a rank", "100 Mbit/s", "1 Gbit/s"]
+    return table(head, rows)
+
+
+def sooner(joined: Joined, rate: str) -> str:
+    """How many times sooner the default reaches dense's last loss than dense in 16 bits."""
+    curves = joined.curves()
+    taken = {
+        name: joined.time(rate, name, reached(curves[name], joined.target))
+        for name in (BFLOAT16, TOPK)
+    }
+    return f"{taken[BFLOAT16] / taken[TOPK]:.{0 if rate == '100mbit' else 1}f}"
+
+
+def step_table(joined: Joined) -> str:
+    """Seconds of a step, for each method and rate."""
+    rates = [rate for rate in RATES if rate in joined.jobs]
+    names = dict.fromkeys(name for rate in rates for name in joined.jobs[rate]["variants"])
+    rows = []
+    for name in names:
+        cells = []
+        for rate in rates:
+            found = joined.jobs[rate]["variants"].get(name)
+            if found is None:
+                cells.append("-")
+                continue
+            taken = found["seconds"]
+            ends = f"{min(taken):.2f} to {max(taken):.2f}"
+            cells.append(f"{statistics.median(taken):.2f} ({ends})")
+        rows.append([name, *cells])
+    return table(["seconds a step", *(RATES[rate] for rate in rates)], rows)
+
+
+def picture(joined: Joined) -> str:
+    """Draw loss against hours at two rates and against gigabytes; a link to the picture."""
+    path = RESULTS / "does-it-pay.png"
+    curves = joined.curves()
+    with panels(path, 1, 3, (12, 4)) as grid:
+        axes = list(grid[0])
+        for name, style in STYLES.items():
+            if name not in curves:
+                continue
+            steps, losses = zip(*curves[name], strict=True)
+            for place, rate in zip(axes, ("100mbit", "1gbit"), strict=False):
+                hours = [joined.time(rate, name, each) / 3600 for each in steps]
+                place.plot(hours, losses, label=LABELS.get(name, name), **style)
+            axes[2].plot([joined.gigabytes(name, each) for each in steps], losses, **style)
+        for place, what in zip(
+            axes, ("hours, 100 Mbit/s", "hours, 1 Gbit/s", "GB a rank sends"), strict=False
+        ):
+            place.set_xscale("log")
+            place.set_xlabel(what)
+            place.axhline(joined.target, color="#bbbbbb", linewidth=0.8)
+            place.grid(alpha=0.3)
+        axes[0].set_ylabel("bits a byte, held out")
+        axes[0].legend(frameon=False, fontsize=8, loc="lower left")
+    return f"![Loss against hours and gigabytes](results/{path.name})"
+
+
+def other_rates(study: Study) -> str:
+    """Losses at the end at other learning rates."""
+    rows = []
+    for title in filter(study.cases.get, study.titles("*byte GPT*")):
+        found = [study.dense(title), *(row.runs for row in study.rows(title).values())][:2]
+        ends = [f"{end(METRIC, next(iter(runs.values()))):.3f}" if runs else "-" for runs in found]
+        ends += ["not run"] * (2 - len(ends))
+        rows.append([f"{study.found(title).settings.options['lr']:g}", *ends])
+    return table(["learning rate", "dense", "TopKEF"], rows)
+
+
+def join_error(joined: Joined) -> dict[str, Any]:
+    """How far the run on emulated hosts is from the joined curve, at its worst point."""
+    points = joined.jobs["whole"]["points"]
+    simulated = dict(joined.curves()[TOPK])
+    losses = [abs(p["bits_per_byte"] / simulated[p["step"]] - 1) for p in points]
+    seconds = [p["seconds"] / joined.time("100mbit", TOPK, p["step"]) - 1 for p in points]
+    return {
+        "whole_steps": points[-1]["step"],
+        "whole_loss_error": 100 * max(losses),
+        "whole_seconds_error": 100 * seconds[-1],
+        "whole_minutes": points[-1]["seconds"] / 60,
+    }
+
+
+# Predictions
+
+
+def strategies_of(specs: Sequence[TensorSpec], nodes: Nodes) -> dict[str, Strategy]:
+    """Dense in both formats, PowerSGD, and the default over both exchanges."""
+    found = all_strategies(specs, nodes, TopK(), rank=4, values=("int4",), update_rule=Rule("adam"))
+    keys = {
+        "allreduce float32": FLOAT32,
+        "allreduce float16": FLOAT16,
+        "PowerSGD rank 4": POWERSGD,
+        "allgather int4": TOPK,
+        "sharded int4": SHARDED,
+    }
+    named = {f"{each.exchange} {each.values}": each for each in found}
+    return {name: named[key] for key, name in keys.items()}
+
+
+def predicted(specs: Sequence[TensorSpec], joined: Joined) -> str:
+    """The plan's seconds of a step beside the measured ones, on the emulated hosts."""
+    rows = []
+    for rate in ("100mbit", "1gbit"):
+        there = machines.read(machines.REFERENCE)
+        network = replace(there.network, bandwidth=quantities.bits_per_second(rate))
+        there = replace(there, network=network, cores=2, crowd=RANKS)
+        training = Training(joined.seconds(rate, ALONE))
+        for name, strategy in strategies_of(specs, nodes_of(RANKS, 1)).items():
+            said = step(strategy, there, training, overlap=True).seconds
+            measured = joined.seconds(rate, name)
+            off = f"{100 * (said / measured - 1):+.0f}%"
+            rows.append([RATES[rate], name, f"{said:.2f}", f"{measured:.2f}", off])
+    return table(["", "", "predicted, s", "measured, s", "error"], rows)
+
+
+def gpu(added: float) -> Machine:
+    """A machine that adds so many seconds to a step of a ResNet-50, in proportion to elements."""
+    reference = machines.read(machines.REFERENCE)
+    kernels = Kernels(added / ADDED_ELEMENTS, 0.0, 0.0, 0.0, 0.0)
+    return replace(reference, kernels=kernels, device="cuda")
+
+
+def on_gpus() -> str:
+    """Predicted seconds of a step of GPT-2 on 8 nodes with a GPU each, and where dense wins."""
+    found = strategies_of(specs_of("gpt2", "cuda"), nodes_of(GPUS, 1))
+    dense, ours = found[FLOAT16], found[TOPK]
+    rows = []
+    for name, minutes in MINUTES_OF_GPUS.items():
+        training = Training(60 * minutes / STEPS_OF_GPUS)
+        for rate in GPU_RATES:
+            row = [name, rate_of(rate)]
+            row.append(f"{1e3 * at(dense, gpu(0.0), rate, training):.0f}")
+            for added in (ADDED_SECONDS, ADDED_ALL):
+                row.append(f"{1e3 * at(ours, gpu(added), rate, training):.0f}")
+            rows.append(row)
+        limits = (limit(name, added) for added in (ADDED_SECONDS, ADDED_ALL))
+        rows.append([name, "TopKEF is faster", "", *limits])
+    head = ["", "", "dense, 16 bits, ms", "TopKEF, the GPU's work alone", "with Python's work"]
+    return table(head, rows)
+
+
+def limit(name: str, added: float = ADDED_ALL) -> str:
+    """Where the default's step is predicted to be shorter than dense in 16 bits, on these GPUs."""
+    found = strategies_of(specs_of("gpt2", "cuda"), nodes_of(GPUS, 1))
+    training = Training(60 * MINUTES_OF_GPUS[name] / STEPS_OF_GPUS)
+    spans = faster(found[FLOAT16], found[TOPK], gpu(added), training, overlap=True)
+    return written(spans) or "nowhere"
+
+
+def at(strategy: Strategy, there: Machine, rate: str, training: Training) -> float:
+    """Predicted seconds of a step on a network of this rate."""
+    network = replace(there.network, bandwidth=quantities.bits_per_second(rate))
+    return step(strategy, replace(there, network=network), training, overlap=True).seconds
+
+
+def rate_of(text: str) -> str:
+    """A rate as the page writes it."""
+    return quantities.rate(quantities.bits_per_second(text))
+
+
+# Experts
+
+
+def use_table(results: Mapping[str, Any]) -> str:
+    """Residuals of experts that are used seldom and often, over the gradients of their steps."""
+    rows = []
+    groups = {"in up to half of the steps": (0, 0.5), "in up to 95%": (0.5, 0.95)}
+    groups |= {"in more": (0.95, 2)}
+    for label, (least, most) in groups.items():
+        row = [label]
+        for run in results["runs"].values():
+            each = zip(*(itertools.chain(*run[key]) for key in USE), strict=True)
+            found = [rest / size for used, size, rest in each if least < used <= most]
+            row.append(f"{statistics.median(found):.1f} ({len(found)})" if found else "none")
+        rows.append(row)
+    return table(["a rank uses the expert", *results["runs"]], rows)
+
+
+def experts_table(study: Study) -> str:
+    """What each method costs beside dense, for shards and rates of every case."""
+    rows = []
+    for title, variants in study.cases.items():
+        for found in variants:
+            costs = study.rows_of(found)
+            if not costs:
+                continue
+            where = dict(found.variant)
+            row = [f"{title.partition(', ')[2]}, {where['shards']} shards, {where['lr']:g}"]
+            names = study.settings[0].compressors
+            rows.append([*row, *(costs[n].difference if n in costs else "not run" for n in names)])
+    return table(["", *study.settings[0].compressors], rows)
+
+
+def read(name: str) -> tuple[Study, Mapping[str, Any]]:
+    """The study's runs and the benchmark's seconds."""
+    return Study("does_it_pay"), stored(name)
+
+
+def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
+    """The page's figures by name."""
+    study, jobs = results
+    joined = Joined(study, "byte GPT*", jobs)
+    specs = [
+        TensorSpec(name, tuple(p.shape), "float32", "cpu")
+        for name, p in GPT.model().named_parameters()
+    ]
+    found: dict[str, Any] = {
+        "picture": partial(picture, joined),
+        "seconds": lambda job: benchmark.seconds_table(jobs[job]["variants"], LOCAL),
+        "steps": partial(step_table, joined),
+        "sooner": partial(sooner, joined),
+        "target": lambda share: target_table(joined, float(share)),
+        "predicted": partial(predicted, specs, joined),
+        "gpus": on_gpus,
+        "limit": limit,
+        "rates": lambda: other_rates(study),
+        "use": lambda: use_table(stored("experts")),
+        "experts": lambda: experts_table(Study("experts")),
+        "parameters": sum(spec.numel for spec in specs) / 1e6,
+    }
+    return found | (join_error(joined) if "whole" in jobs else {})
