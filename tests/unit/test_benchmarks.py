@@ -14,7 +14,7 @@ pytest.importorskip("horovod.torch")
 
 
 import pages
-from benchmarks import gpu_steps, kernels, kernels_page, local_steps, methods, residuals, steps
+from benchmarks import does_it_pay, gpu_steps, kernels, kernels_page, methods, residuals, steps
 from benchmarks.jobs import Jobs
 from benchmarks.residuals_watch import along, contraction, karimireddy, worst_case
 from horovod_topk.cli.timing import in_turns
@@ -141,16 +141,15 @@ def test_without_data_the_residual_is_still_sent() -> None:
 
 def test_local_steps_are_compared_with_compute_and_with_each_other() -> None:
     def result(seconds: list[float], sent: float, waits: float = 0.0) -> dict[str, list[float]]:
-        parts = {part: [waits / 3 * each for each in seconds] for part in local_steps.PARTS}
+        parts = {part: [waits / 3 * each for each in seconds] for part in does_it_pay.PARTS}
         return {"seconds": seconds, "bytes": [sent] * 3, "exchange": [30 * sent] * 3, **parts}
 
     found = {
-        local_steps.ALONE: result([0.9, 1.0, 1.2], 0.0),
-        local_steps.LOCAL: result([1.25, 1.3, 1.1], 2e6, 0.05),
-        local_steps.EVERY_STEP: result([2.4, 2.5, 2.6], 4e6),
+        does_it_pay.ALONE: result([0.9, 1.0, 1.2], 0.0),
+        does_it_pay.LOCAL: result([1.25, 1.3, 1.1], 2e6, 0.05),
+        does_it_pay.TOPK: result([2.4, 2.5, 2.6], 4e6),
     }
-    assert local_steps.rows(found) == [
-        [local_steps.ALONE, "1.00 s (0.90 to 1.20)", "100.0%", "-", "-", "0.80"],
-        [local_steps.LOCAL, "1.25 s (1.10 to 1.30)", "95.0%", "2 MB", "60 MB", "1.00"],
-        [local_steps.EVERY_STEP, "2.50 s (2.40 to 2.60)", "40.0%", "4 MB", "120 MB", "2.00"],
-    ]
+    *_, alone, local, each_step = does_it_pay.seconds_table(found, does_it_pay.LOCAL).splitlines()
+    assert alone == "| compute alone | 1.00 s (0.90 to 1.20) | 100.0% | - | - | 0.80 |"
+    assert local == "| local steps | 1.25 s (1.10 to 1.30) | 95.0% | 2 MB | 60 MB | 1.00 |"
+    assert each_step == "| TopKEF | 2.50 s (2.40 to 2.60) | 40.0% | 4 MB | 120 MB | 2.00 |"
