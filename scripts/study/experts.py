@@ -18,8 +18,9 @@ from torch.nn.functional import cross_entropy
 sys.path.append(str(Path(__file__).parents[1]))
 
 from study.loops import Loop, Text
-from study.networks import BYTES
-from study.unseen import GatedLayer
+from study.unseen import Gated, GatedLayer
+
+EXPERTS = 8  # of a layer
 
 
 class Experts(nn.Module):
@@ -54,12 +55,12 @@ class Experts(nn.Module):
 
 
 class RoutedLayer(GatedLayer):
-    """Attention, then experts."""
+    """A layer of attention, then experts: [N, T, width] -> same."""
 
-    def __init__(self, width: int, heads: int, experts: int) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__(width, heads)
         del self.gate, self.up, self.down
-        self.mixture = Experts(width, experts)
+        self.mixture = Experts(width, EXPERTS)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, T, width] -> [N, T, width]."""
@@ -67,23 +68,13 @@ class RoutedLayer(GatedLayer):
         return x + self.mixture(self.norms[1](x))
 
 
-class Routed(nn.Module):
+class Routed(Gated):
     """A transformer with experts, 401 thousand parameters: [N, T] -> [N, T, 256]."""
 
-    def __init__(self, width: int = 72, layers: int = 2, heads: int = 4, experts: int = 8) -> None:
-        super().__init__()
-        self.byte = nn.Embedding(BYTES, width)
-        self.place = nn.Parameter(0.02 * torch.randn(64, width))
-        self.layers = nn.ModuleList(RoutedLayer(width, heads, experts) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
-        nn.init.normal_(self.byte.weight, std=0.05)
+    layer = RoutedLayer
 
-    def forward(self, text: Tensor) -> Tensor:
-        """Logits of the byte that follows each."""
-        x = self.byte(text) + self.place[: text.shape[1]]
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x) @ self.byte.weight.T
+    def __init__(self) -> None:
+        super().__init__(layers=2)
 
     @property
     def mixtures(self) -> list[Experts]:

@@ -63,25 +63,6 @@ class Lstm(nn.Module):
         return self.head(self.layers(self.byte(text))[0])
 
 
-class Gated(nn.Module):
-    """A transformer that has RMS norms and gated layers, and no biases: [N, T] -> [N, T, 256]."""
-
-    def __init__(self, width: int = 72, layers: int = 3, heads: int = 4, longest: int = 64) -> None:
-        super().__init__()
-        self.byte = nn.Embedding(BYTES, width)
-        self.place = nn.Parameter(0.02 * torch.randn(longest, width))
-        self.layers = nn.ModuleList(GatedLayer(width, heads) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
-        nn.init.normal_(self.byte.weight, std=0.05)
-
-    def forward(self, text: Tensor) -> Tensor:
-        """Logits of the byte that follows each."""
-        x = self.byte(text) + self.place[: text.shape[1]]
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x) @ self.byte.weight.T
-
-
 class GatedLayer(nn.Module):
     """Adds causal attention, then a gated layer (Shazeer 2020), to its input."""
 
@@ -106,6 +87,27 @@ class GatedLayer(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in parts)
         seen = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.joined(seen.transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """A transformer that has RMS norms and gated layers, and no biases: [N, T] -> [N, T, 256]."""
+
+    layer: type[GatedLayer] = GatedLayer  # a subclass may have another
+
+    def __init__(self, width: int = 72, layers: int = 3, heads: int = 4, longest: int = 64) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(BYTES, width)
+        self.place = nn.Parameter(0.02 * torch.randn(longest, width))
+        self.layers = nn.ModuleList(self.layer(width, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        nn.init.normal_(self.byte.weight, std=0.05)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Logits of the byte that follows each."""
+        x = self.byte(text) + self.place[: text.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) @ self.byte.weight.T
 
 
 class Unet(nn.Module):
