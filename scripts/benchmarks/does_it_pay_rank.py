@@ -16,13 +16,13 @@ import bytelm
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import does_it_pay as names
 from cluster.host import INTERFACE
 from horovod_topk.cli.bench.nic import scheduled
-from horovod_topk.cli.bench.runners import ONE_BUCKET
+from horovod_topk.cli.bench.runners import FILLED_POWERSGD, ONE_BUCKET, register_powersgd
 from horovod_topk.ddp import QSGD, Dense, LocalSteps, TopKEF
 from study.large import GPT, workload
 from study.results import Study
@@ -30,7 +30,7 @@ from study.results import Study
 PORT = 29557
 EVERY = 30  # inner steps of a round
 VIEWS = {"gradient_as_bucket_view": True}  # as DDP's documentation recommends
-WARM_UP, WARM_UP_OF_HOOK = 2, 4  # steps: memory is allocated, PowerSGD's first steps are dense
+WARM_UP = 2  # steps, in which memory is allocated
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,28 @@ class Variant:
 
 
 def alone(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
-    """No exchange."""
+    """Train without an exchange."""
     return model, optimizer, None
 
 
-def hooked(hook: Any = None, state: Callable[[], Any] = lambda: None, **options: Any) -> Any:
-    """DDP, with its own options, and a hook of PyTorch's."""
+def ddp(register: Callable[[DistributedDataParallel], None], **options: Any) -> Any:
+    """Build a variant of DDP with these options, and with what `register` gives it."""
 
     def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
         wrapped = DistributedDataParallel(model, init_sync=False, **VIEWS, **options)
-        if hook is not None:
-            wrapped.register_comm_hook(state(), hook)
+        register(wrapped)
         return wrapped, optimizer, None
 
     return wrap
 
 
+def half(wrapped: DistributedDataParallel) -> None:
+    """Exchange gradients in float16."""
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
 def each_step(compressor: Any) -> Any:
-    """An exchange of gradients in every step."""
+    """Build a variant of DDP that exchanges gradients in every step."""
 
     def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
         wrapped = DistributedDataParallel(model, init_sync=False, **VIEWS)
@@ -80,7 +84,7 @@ def each_step(compressor: Any) -> Any:
 
 
 def local(**settings: Any) -> Any:
-    """An exchange of movements now and then."""
+    """Build a variant of `LocalSteps` with these settings."""
 
     def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
         outer = LocalSteps(optimizer, model.named_parameters(), **settings)
@@ -89,20 +93,13 @@ def local(**settings: Any) -> Any:
     return wrap
 
 
-def low_rank() -> Any:
-    """PyTorch's state of PowerSGD."""
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-
-
 VARIANTS = {
     names.ALONE: Variant(alone, EVERY),
-    names.FLOAT32: Variant(hooked(), 3),
-    names.FLOAT16: Variant(hooked(default_hooks.fp16_compress_hook), 4),
+    names.FLOAT32: Variant(ddp(lambda _: None), 3),
+    names.FLOAT16: Variant(ddp(half), 4),
     names.BFLOAT16: Variant(each_step(Dense(values="bfloat16")), 4),
     names.POWERSGD: Variant(
-        hooked(powerSGD_hook.powerSGD_hook, low_rank, bucket_cap_mb=ONE_BUCKET),
-        10,
-        warm_up=WARM_UP_OF_HOOK,
+        ddp(register_powersgd, bucket_cap_mb=ONE_BUCKET), 10, warm_up=FILLED_POWERSGD
     ),
     names.QSGD: Variant(each_step(QSGD(bits=2, exchange="sharded")), 10),
     names.TOPK: Variant(each_step(TopKEF(warmup=None)), 10),
@@ -236,7 +233,7 @@ def main() -> None:
 
 
 def setting(args: argparse.Namespace) -> Mapping[str, int]:
-    """What was trained, and by how many ranks."""
+    """Return the sizes of the model and of a rank's batch, and the number of ranks."""
     return {
         "parameters": sum(p.numel() for p in GPT.model().parameters()),
         "sequences": args.rows,

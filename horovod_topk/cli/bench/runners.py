@@ -20,6 +20,7 @@ LEARNING_RATE = 1e-9  # weights nearly stay the same with any gradients
 POWERSGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 POWERSGD_RANK = 4
 POWERSGD_START = 2  # the smallest value that it accepts; the steps before are dense
+FILLED_POWERSGD = POWERSGD_START + 2  # steps before its exchanges are those of a long run
 ONE_BUCKET = 1 << 20  # MiB, more than any model's gradients
 WARM_UP = 2  # steps in which names are cached and DDP's buckets rebuilt
 FILLED = 6  # steps until residuals are filled
@@ -95,17 +96,22 @@ def _over_ddp(method: Method, model: GivenGradients, plain: torch.optim.Optimize
         compressor(method).attach(wrapped, plain)
         warm_up = FILLED
     elif method.kind == "powersgd":
-        module = importlib.import_module(POWERSGD)  # it needs NumPy
-        state = module.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=POWERSGD_RANK,
-            start_powerSGD_iter=POWERSGD_START,
-        )
-        wrapped.register_comm_hook(state, module.powerSGD_hook)
-        warm_up = POWERSGD_START + 2
+        register_powersgd(wrapped)
+        warm_up = FILLED_POWERSGD
     elif method.kind in HOOKS:
         wrapped.register_comm_hook(None, HOOKS[method.kind])
     return Runner(model, wrapped, plain, warm_up)
+
+
+def register_powersgd(wrapped: DistributedDataParallel) -> None:
+    """Have DDP exchange gradients by PyTorch's PowerSGD hook; its first steps are dense."""
+    module = importlib.import_module(POWERSGD)  # it needs NumPy
+    state = module.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=POWERSGD_RANK,
+        start_powerSGD_iter=POWERSGD_START,
+    )
+    wrapped.register_comm_hook(state, module.powerSGD_hook)
 
 
 def _over_horovod(
