@@ -101,16 +101,25 @@ def run(
 
 
 def _events(path: Path) -> list[Event]:
-    """The whole lines that rank 0 has written so far."""
+    """Return the events that rank 0 has written so far, of whole lines."""
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _points(written: Sequence[Event], printed: Sequence[Event]) -> list[Point]:
-    """The reports of a run, once it has begun."""
-    begun = next((e for e in written if e["event"] == "compressor"), None)
-    reports = [e for e in written if e["event"] == "report"] or list(printed)
+    """Return the reports of a run as points; none before it has begun."""
+    begun, reports = _begun(written), _reports(written, printed)
     return [_point(each, begun["seconds"]) for each in reports] if begun is not None else []
+
+
+def _begun(written: Sequence[Event]) -> Event | None:
+    """Return the event of the first compressor, which begins a run."""
+    return next((e for e in written if e["event"] == "compressor"), None)
+
+
+def _reports(written: Sequence[Event], printed: Sequence[Event]) -> list[Event]:
+    """Return the reports that rank 0 has written or, without any, printed."""
+    return [e for e in written if e["event"] == "report"] or list(printed)
 
 
 class Printed:
@@ -149,8 +158,7 @@ def record_of(
         written: events that rank 0 has written, in order of time.
         printed: reports that it has printed; used if it has written none.
     """
-    begun = next((e for e in written if e["event"] == "compressor"), None)
-    reports = [e for e in written if e["event"] == "report"] or list(printed)
+    begun, reports = _begun(written), _reports(written, printed)
     problem = ended.problem(settings.limit_seconds)
     status = LATE if ended.late else FAILED if problem else DONE
     if problem:
