@@ -7,18 +7,17 @@ import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import wrap
 
 from horovod_topk.cli.bench.table import aligned
 from horovod_topk.cli.compare.records import DONE, STOPPED, Record
 from horovod_topk.cli.compare.table import DASH, number
 from horovod_topk.cli.compare.uncertainty import BETTER, difference
+from horovod_topk.cli.lines import hanging
 from horovod_topk.cli.tune.search import DENSE, Search
 from horovod_topk.cli.tune.space import DEFAULT, Cost, Setting
 from horovod_topk.cost.quantities import milliseconds
+from horovod_topk.cost.verdict import AS_FAST
 
-WIDTH = 100  # columns
-AS_CHEAP = 1.01  # factor; see `horovod_topk.cost.verdict.AS_FAST`
 MODULES = (  # what a script has, and the module whose compressors it takes
     (r"\bfully_shard\b", "fsdp"),
     (r"\bDistributedDataParallel\b", "ddp"),
@@ -46,14 +45,14 @@ def lines(search: Search, script: Path, wall: float) -> Iterator[str]:
     runs = search.runs
     stopped = sum(each.status == STOPPED for each in runs.records)
     chosen, sentence = verdict(search)
-    yield from wrap(
+    yield hanging(
         f"cost: {len(runs.records)} runs, of which {stopped} were stopped early; "
         f"{runs.steps:,} steps, as of {runs.steps / search.steps:.1f} whole runs; "
         f"{runs.seconds:.0f} s of training. "
         f"{runs.made} of the runs were made now, in {wall:.0f} s.",
-        WIDTH,
+        indent=0,
     )
-    yield from wrap(f"verdict: {sentence}.", WIDTH)
+    yield hanging(f"verdict: {sentence}.", indent=0)
     if chosen is not None:
         yield from ("", *paste(chosen, script))
 
@@ -121,7 +120,7 @@ def verdict(search: Search) -> tuple[Setting | None, str]:
         times = search.cost(DEFAULT) / search.cost(best)
         if not search.is_good(DEFAULT):
             return best, f"{best.title}; the default loses more than {limit:.1%}"
-        if times <= AS_CHEAP:
+        if times <= AS_FAST:
             return DEFAULT, "the default was as good: it costs as little"
         unit = "bytes" if search.costs[best].seconds is None else "seconds"
         return best, f"{best.title}: {times:.2f} times fewer {unit} a step than the default"

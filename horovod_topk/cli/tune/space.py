@@ -21,10 +21,11 @@ from horovod_topk.cost.strategies import Multiples, Strategy
 from horovod_topk.cost.traffic import cheapest
 from horovod_topk.local.call import LocalCall, parse
 from horovod_topk.methods import METHODS, Method
+from horovod_topk.methods.topk import TopK
 from horovod_topk.updates.tracker import Rule
 
 # By method, the values of each of its settings; docs/choosing.md and docs/methods.md say why these.
-# Coarser values than int4 are left out, as `plan` does.
+# Values coarser than int4 are not tried: `plan` does not recommend them either.
 AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "TopKEF": {
         "ratio": (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1),
@@ -36,7 +37,9 @@ AXES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "QSGD": {"bits": (2, 4, 8)},
     "Dense": {},
 }
-USUAL: Mapping[str, Any] = {"ratio": 0.02, "values": "int4", "exchange": "allgather"}  # of TopKEF
+USUAL: Mapping[str, Any] = {  # of TopKEF
+    name: getattr(TopK(), name) for name in ("ratio", "values", "exchange")
+}
 FIXED = {"QSGD": {"exchange": "sharded"}, "Dense": {"values": "bfloat16"}}
 
 Fit = Callable[[Method, Mapping[str, str]], tuple[Method, Rule | None]]
