@@ -106,8 +106,16 @@ def computing(found: Result, alone: float) -> float:
     return min(1.0, alone / statistics.median(found["seconds"]))
 
 
+def ranged(seconds: Sequence[float], unit: str = "") -> str:
+    """Format the median of some seconds, with the least and the most."""
+    return f"{statistics.median(seconds):.2f}{unit} ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
 def seconds_table(found: Mapping[str, Result], beside: str) -> str:
-    """A row for each variant: seconds a step, compute's share, bytes, and times one's seconds."""
+    """Tabulate the variants: seconds of a step, compute's share of it, and bytes.
+
+    beside: the variant whose seconds the last column divides by.
+    """
     medians = {name: statistics.median(each["seconds"]) for name, each in found.items()}
     lines = []
     for name, each in found.items():
@@ -115,7 +123,7 @@ def seconds_table(found: Mapping[str, Result], beside: str) -> str:
         lines.append(
             [
                 name,
-                f"{medians[name]:.2f} s ({min(each['seconds']):.2f} to {max(each['seconds']):.2f})",
+                ranged(each["seconds"], " s"),
                 f"{100 * computing(each, medians[ALONE]):.1f}%",
                 "-" if name == ALONE else f"{sent / 1e6:.3g} MB",
                 "-" if name == ALONE else f"{exchange / 1e6:.3g} MB",

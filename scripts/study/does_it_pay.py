@@ -12,9 +12,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
+
+import torch
 
 from benchmarks import does_it_pay as benchmark
 from benchmarks.does_it_pay import (
@@ -79,8 +81,9 @@ class Joined:
     title: str
     jobs: Mapping[str, Any]
 
+    @cached_property
     def curves(self) -> dict[str, Points]:
-        """Losses by steps of every method that has been run; without one, 16 bits have dense's."""
+        """The losses of every method that has been run. Without a run 16 bits have dense's."""
         found = {DENSE: self.study.dense(self.title)}
         found |= {name: row.runs for name, row in self.study.rows(self.title).items()}
         metric = self.study.found(self.title).metric.name
@@ -92,35 +95,32 @@ class Joined:
         return {DENSE: curves[DENSE], BFLOAT16: curves[DENSE], **curves}
 
     def sent(self, name: str) -> float:
-        """Bytes that a rank sends in a step, on average over the run."""
+        """Return the bytes that a rank sends in a step, on average over the run."""
         if name in (DENSE, BFLOAT16):
             whole = next(iter(self.study.dense(self.title).values())).sent_bytes or math.nan
             return whole / (1 if name == DENSE else 2)
         return self.study.rows(self.title)[name].sent_bytes
 
     def seconds(self, rate: str, name: str) -> float:
-        """Seconds of a step; of 16 bits those of the faster of two ways."""
-        if rate not in self.jobs:
-            return math.nan
-        found = self.jobs[rate]["variants"]
-        ways = (BFLOAT16, FLOAT16) if name == BFLOAT16 else (name,)
-        known = [statistics.median(found[way]["seconds"]) for way in ways if way in found]
+        """Return the seconds of a step; for 16 bits those of the faster of two methods."""
+        methods = (BFLOAT16, FLOAT16) if name == BFLOAT16 else (name,)
+        found = [self._measured(rate, each) for each in methods]
+        known = [statistics.median(each["seconds"]) for each in found if each is not None]
         return min(known, default=math.nan)
 
     def time(self, rate: str, name: str, steps: float) -> float:
-        """Seconds of the first steps of a run; the default's first ones take longer."""
-        early = self.jobs.get(f"{rate}-early", {"variants": {}})["variants"].get(name)
-        first = min(steps, EARLY) if early else 0.0
-        slower = first * statistics.median(early["seconds"]) if early else 0.0
+        """Return the seconds of a run's first steps; the default's first EARLY take longer."""
+        early = self._measured(f"{rate}-early", name)
+        if early is None:
+            return steps * self.seconds(rate, name)
+        first = min(steps, EARLY)
+        slower = first * statistics.median(early["seconds"])
         return slower + (steps - first) * self.seconds(rate, name)
 
     def gigabytes(self, name: str, steps: float) -> float:
-        """What a rank sends in the first steps of a run; the default's first ones send more."""
-        early, steady = (
-            self.jobs.get(rate, {"variants": {}})["variants"].get(name)
-            for rate in ("1gbit-early", "1gbit")
-        )
-        if not early:
+        """Return what a rank sends in a run's first steps; the default's first EARLY send more."""
+        early, steady = (self._measured(job, name) for job in ("1gbit-early", "1gbit"))
+        if early is None or steady is None:
             return steps * self.sent(name) / 1e9
         first = min(steps, EARLY)
         later = (steps - first) * statistics.median(steady["bytes"])
@@ -128,12 +128,17 @@ class Joined:
 
     @property
     def target(self) -> float:
-        """Dense's loss at the end."""
-        return self.curves()[DENSE][-1][1]
+        """Dense's loss at the end of its run."""
+        return self.curves[DENSE][-1][1]
+
+    def _measured(self, job: str, name: str) -> benchmark.Result | None:
+        """Return what a job has measured of a variant, if it has."""
+        found: benchmark.Result | None = self.jobs.get(job, {}).get("variants", {}).get(name)
+        return found
 
 
 def reached(points: Points, target: float) -> float:
-    """The steps after which a loss is first as low as the target; infinity: never.
+    """Return the steps after which a loss is first as low as the target; infinity: never.
 
     Between two measured points the loss is taken to fall evenly.
     """
@@ -146,7 +151,7 @@ def reached(points: Points, target: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Minutes, or hours where there are many."""
+    """Format seconds as minutes, or as hours if there are many."""
     if math.isnan(seconds):
         return "not measured"
     if math.isinf(seconds):
@@ -155,69 +160,57 @@ def duration(seconds: float) -> str:
 
 
 def times(slow: float, fast: float) -> str:
-    """How many times sooner."""
+    """Format the ratio of two durations, or a dash if it is not known."""
     if math.isnan(slow / fast) or math.isinf(fast):
         return "-"
     return "always" if math.isinf(slow) else f"{slow / fast:.1f}"
 
 
 def target_table(joined: Joined, share: float = 1.0) -> str:
-    """Time to dense's loss after a share of the steps, for each method and rate."""
-    curves = joined.curves()
+    """Tabulate each method's time to the loss that dense has after a share of its steps."""
+    curves = joined.curves
     last = curves[DENSE][-1][0]
     target = next(loss for steps, loss in curves[DENSE] if steps >= share * last - 1)
     needed = {name: reached(points, target) for name, points in curves.items()}
     rows = []
     for name, points in curves.items():
-        steps = needed[name]
-        row = [
-            LABELS.get(name, name),
-            f"{points[-1][1]:.3f}",
-            "-" if math.isinf(steps) else f"{steps:.0f}",
-        ]
-        row.append(f"{joined.gigabytes(name, steps):.2f}" if math.isfinite(steps) else "-")
+        steps, row = needed[name], [LABELS.get(name, name), f"{points[-1][1]:.3f}", "-", "-"]
+        if math.isfinite(steps):
+            row[2:] = f"{steps:.0f}", f"{joined.gigabytes(name, steps):.2f}"
         for rate in ("100mbit", "1gbit"):
-            taken = {each: joined.time(rate, each, needed[each]) for each in curves}
-            beside = times(taken.get(BFLOAT16, math.nan), taken[name])
-            row.append(f"{duration(taken[name])} ({beside})")
+            taken = joined.time(rate, name, steps)
+            beside = times(joined.time(rate, BFLOAT16, needed[BFLOAT16]), taken)
+            row.append(f"{duration(taken)} ({beside})")
         rows.append(row)
     head = ["", "loss at the end", "steps", "GB a rank", "100 Mbit/s", "1 Gbit/s"]
     return table(head, rows)
 
 
 def sooner(joined: Joined, rate: str) -> str:
-    """How many times sooner the default reaches dense's last loss than dense in 16 bits."""
-    curves = joined.curves()
-    taken = {
-        name: joined.time(rate, name, reached(curves[name], joined.target))
+    """Format the speedup: seconds of dense in 16 bits to its last loss, over TopKEF's to it."""
+    dense, ours = (
+        joined.time(rate, name, reached(joined.curves[name], joined.target))
         for name in (BFLOAT16, TOPK)
-    }
-    return f"{taken[BFLOAT16] / taken[TOPK]:.{0 if rate == '100mbit' else 1}f}"
+    )
+    return f"{dense / ours:.{0 if rate == '100mbit' else 1}f}"
 
 
 def step_table(joined: Joined) -> str:
-    """Seconds of a step, for each method and rate."""
-    rates = [rate for rate in RATES if rate in joined.jobs]
-    names = dict.fromkeys(name for rate in rates for name in joined.jobs[rate]["variants"])
+    """Tabulate the seconds of a step, for each variant and rate."""
+    jobs = {rate: joined.jobs[rate]["variants"] for rate in RATES if rate in joined.jobs}
     rows = []
-    for name in names:
-        cells = []
-        for rate in rates:
-            found = joined.jobs[rate]["variants"].get(name)
-            if found is None:
-                cells.append("-")
-                continue
-            taken = found["seconds"]
-            ends = f"{min(taken):.2f} to {max(taken):.2f}"
-            cells.append(f"{statistics.median(taken):.2f} ({ends})")
-        rows.append([name, *cells])
-    return table(["seconds a step", *(RATES[rate] for rate in rates)], rows)
+    for name in dict.fromkeys(itertools.chain(*jobs.values())):
+        found = (variants.get(name) for variants in jobs.values())
+        rows.append(
+            [name, *("-" if it is None else benchmark.ranged(it["seconds"]) for it in found)]
+        )
+    return table(["seconds a step", *(RATES[rate] for rate in jobs)], rows)
 
 
 def picture(joined: Joined) -> str:
-    """Draw loss against hours at two rates and against gigabytes; a link to the picture."""
+    """Draw loss against hours at two rates and against gigabytes; return a link to the picture."""
     path = RESULTS / "does-it-pay.png"
-    curves = joined.curves()
+    curves = joined.curves
     with panels(path, 1, 3, (12, 4)) as grid:
         axes = list(grid[0])
         for name, style in STYLES.items():
@@ -241,7 +234,7 @@ def picture(joined: Joined) -> str:
 
 
 def other_rates(study: Study) -> str:
-    """Losses at the end at other learning rates."""
+    """Tabulate the last losses of dense and TopKEF, for each learning rate."""
     rows = []
     for title in filter(study.cases.get, study.titles("*byte GPT*")):
         found = [study.dense(title), *(row.runs for row in study.rows(title).values())][:2]
@@ -252,16 +245,16 @@ def other_rates(study: Study) -> str:
 
 
 def join_error(joined: Joined) -> dict[str, Any]:
-    """How far the run on emulated hosts is from the joined curve, at its worst point."""
+    """Compare the run on emulated hosts with the joined curve: all losses, and its time."""
     points = joined.jobs["whole"]["points"]
-    simulated = dict(joined.curves()[TOPK])
+    simulated = dict(joined.curves[TOPK])
     losses = [abs(p["bits_per_byte"] / simulated[p["step"]] - 1) for p in points]
-    seconds = [p["seconds"] / joined.time("100mbit", TOPK, p["step"]) - 1 for p in points]
+    steps, seconds = points[-1]["step"], points[-1]["seconds"]
     return {
-        "whole_steps": points[-1]["step"],
+        "whole_steps": steps,
         "whole_loss_error": 100 * max(losses),
-        "whole_seconds_error": 100 * seconds[-1],
-        "whole_minutes": points[-1]["seconds"] / 60,
+        "whole_seconds_error": 100 * (seconds / joined.time("100mbit", TOPK, steps) - 1),
+        "whole_minutes": seconds / 60,
     }
 
 
@@ -269,7 +262,7 @@ def join_error(joined: Joined) -> dict[str, Any]:
 
 
 def strategies_of(specs: Sequence[TensorSpec], nodes: Nodes) -> dict[str, Strategy]:
-    """Dense in both formats, PowerSGD, and the default over both exchanges."""
+    """Return the plan's strategies: dense in both formats, PowerSGD, TopKEF over both exchanges."""
     found = all_strategies(specs, nodes, TopK(), rank=4, values=("int4",), update_rule=Rule("adam"))
     keys = {
         "allreduce float32": FLOAT32,
@@ -283,15 +276,13 @@ def strategies_of(specs: Sequence[TensorSpec], nodes: Nodes) -> dict[str, Strate
 
 
 def predicted(specs: Sequence[TensorSpec], joined: Joined) -> str:
-    """The plan's seconds of a step beside the measured ones, on the emulated hosts."""
-    rows = []
+    """Tabulate the plan's seconds of a step beside the measured ones, on the emulated hosts."""
+    rows, found = [], strategies_of(specs, nodes_of(RANKS, 1))
     for rate in ("100mbit", "1gbit"):
-        there = machines.read(machines.REFERENCE)
-        network = replace(there.network, bandwidth=quantities.bits_per_second(rate))
-        there = replace(there, network=network, cores=2, crowd=RANKS)
+        there = replace(machines.read(machines.REFERENCE), cores=2, crowd=RANKS)
         training = Training(joined.seconds(rate, ALONE))
-        for name, strategy in strategies_of(specs, nodes_of(RANKS, 1)).items():
-            said = step(strategy, there, training, overlap=True).seconds
+        for name, strategy in found.items():
+            said = at(strategy, there, rate, training)
             measured = joined.seconds(rate, name)
             off = f"{100 * (said / measured - 1):+.0f}%"
             rows.append([RATES[rate], name, f"{said:.2f}", f"{measured:.2f}", off])
@@ -299,47 +290,52 @@ def predicted(specs: Sequence[TensorSpec], joined: Joined) -> str:
 
 
 def gpu(added: float) -> Machine:
-    """A machine that adds so many seconds to a step of a ResNet-50, in proportion to elements."""
+    """Return a machine that adds so many seconds to a ResNet-50's step, by the element."""
     reference = machines.read(machines.REFERENCE)
     kernels = Kernels(added / ADDED_ELEMENTS, 0.0, 0.0, 0.0, 0.0)
     return replace(reference, kernels=kernels, device="cuda")
 
 
-def on_gpus() -> str:
-    """Predicted seconds of a step of GPT-2 on 8 nodes with a GPU each, and where dense wins."""
+@cache
+def on_nodes() -> tuple[Strategy, Strategy]:
+    """Return the strategies of GPT-2 on nodes of a GPU each: dense in 16 bits, and TopKEF."""
     found = strategies_of(specs_of("gpt2", "cuda"), nodes_of(GPUS, 1))
-    dense, ours = found[FLOAT16], found[TOPK]
+    return found[FLOAT16], found[TOPK]
+
+
+def trained_on(name: str) -> Training:
+    """Return the time of a step's compute on these GPUs."""
+    return Training(60 * MINUTES_OF_GPUS[name] / STEPS_OF_GPUS)
+
+
+def on_gpus() -> str:
+    """Tabulate the predicted seconds of GPT-2's step on GPUs, and the rates at which dense wins."""
+    (dense, ours), costs = on_nodes(), (ADDED_SECONDS, ADDED_ALL)
     rows = []
-    for name, minutes in MINUTES_OF_GPUS.items():
-        training = Training(60 * minutes / STEPS_OF_GPUS)
+    for name in MINUTES_OF_GPUS:
         for rate in GPU_RATES:
-            row = [name, rate_of(rate)]
-            row.append(f"{1e3 * at(dense, gpu(0.0), rate, training):.0f}")
-            for added in (ADDED_SECONDS, ADDED_ALL):
-                row.append(f"{1e3 * at(ours, gpu(added), rate, training):.0f}")
-            rows.append(row)
-        limits = (limit(name, added) for added in (ADDED_SECONDS, ADDED_ALL))
-        rows.append([name, "TopKEF is faster", "", *limits])
+            steps = [(dense, 0.0), *((ours, added) for added in costs)]
+            found = (at(each, gpu(added), rate, trained_on(name)) for each, added in steps)
+            rows.append([name, rate_of(rate), *(f"{1e3 * seconds:.0f}" for seconds in found)])
+        rows.append([name, "TopKEF is faster", "", *(limit(name, added) for added in costs)])
     head = ["", "", "dense, 16 bits, ms", "TopKEF, the GPU's work alone", "with Python's work"]
     return table(head, rows)
 
 
 def limit(name: str, added: float = ADDED_ALL) -> str:
-    """Where the default's step is predicted to be shorter than dense in 16 bits, on these GPUs."""
-    found = strategies_of(specs_of("gpt2", "cuda"), nodes_of(GPUS, 1))
-    training = Training(60 * MINUTES_OF_GPUS[name] / STEPS_OF_GPUS)
-    spans = faster(found[FLOAT16], found[TOPK], gpu(added), training, overlap=True)
+    """Return the bandwidths at which TopKEF's step is predicted to be shorter than dense's."""
+    spans = faster(*on_nodes(), gpu(added), trained_on(name), overlap=True)
     return written(spans) or "nowhere"
 
 
 def at(strategy: Strategy, there: Machine, rate: str, training: Training) -> float:
-    """Predicted seconds of a step on a network of this rate."""
+    """Predict the seconds of a step on a network of this rate."""
     network = replace(there.network, bandwidth=quantities.bits_per_second(rate))
     return step(strategy, replace(there, network=network), training, overlap=True).seconds
 
 
 def rate_of(text: str) -> str:
-    """A rate as the page writes it."""
+    """Format a rate as the page writes it."""
     return quantities.rate(quantities.bits_per_second(text))
 
 
@@ -347,7 +343,7 @@ def rate_of(text: str) -> str:
 
 
 def use_table(results: Mapping[str, Any]) -> str:
-    """Residuals of experts that are used seldom and often, over the gradients of their steps."""
+    """Tabulate residual over gradient, of experts that a rank uses seldom and often."""
     rows = []
     groups = {"in up to half of the steps": (0, 0.5), "in up to 95%": (0.5, 0.95)}
     groups |= {"in more": (0.95, 2)}
@@ -362,7 +358,7 @@ def use_table(results: Mapping[str, Any]) -> str:
 
 
 def experts_table(study: Study) -> str:
-    """What each method costs beside dense, for shards and rates of every case."""
+    """Tabulate each method's cost beside dense, for the shards and rates of every case."""
     rows = []
     for title, variants in study.cases.items():
         for found in variants:
@@ -377,17 +373,18 @@ def experts_table(study: Study) -> str:
 
 
 def read(name: str) -> tuple[Study, Mapping[str, Any]]:
-    """The study's runs and the benchmark's seconds."""
+    """Read the study's runs and the benchmark's seconds."""
     return Study("does_it_pay"), stored(name)
 
 
 def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
-    """The page's figures by name."""
+    """Return the page's figures by name."""
     study, jobs = results
     joined = Joined(study, "byte GPT*", jobs)
+    with torch.device("meta"):  # shapes alone
+        model = GPT.model()
     specs = [
-        TensorSpec(name, tuple(p.shape), "float32", "cpu")
-        for name, p in GPT.model().named_parameters()
+        TensorSpec(name, tuple(p.shape), "float32", "cpu") for name, p in model.named_parameters()
     ]
     found: dict[str, Any] = {
         "picture": partial(picture, joined),
