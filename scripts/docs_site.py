@@ -1,4 +1,4 @@
-"""What `mkdocs build` does to the pages of docs before it renders them.
+"""Hooks of `mkdocs build`, which change the pages of docs before they are rendered.
 
 Formulas become MathML, which browsers draw by themselves, and CHANGELOG.md becomes a page.
 """
@@ -34,12 +34,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _of_a_version(link: re.Match[str]) -> str:
-    """A link of the changelog to a page as it is now, or its text, if there is no such page now."""
+    """Return a link of the changelog to a page that exists, or else the link's text."""
     return f"[{link[1]}]({link[2]})" if (ROOT / "docs" / link[2]).exists() else link[1]
 
 
 def _table(lines: str) -> str:
-    """A table of formulas, each after the name of the function that computes it."""
+    """Return formulas as a table, each after the name of the function that computes it."""
     rows = (line.split(maxsplit=1) for line in lines.splitlines())
     cells = (f"<tr><td><code>{name}</code></td><td>{mathml(each)}</td></tr>" for name, each in rows)
     return f"<table>{''.join(cells)}</table>"
@@ -55,7 +55,7 @@ QUOTIENT = re.compile(r"<mfrac><mrow>(.*?)</mrow><mrow>(.*?)</mrow></mfrac>")
 
 
 def mathml(formula: str) -> str:
-    """A line of `horovod_topk/updates/formulas.py` as MathML; words in it stay words.
+    """Return a line of `horovod_topk/updates/formulas.py` as MathML; words in it stay words.
 
     Raises:
         ValueError: brackets are not closed, or not opened.
@@ -65,7 +65,7 @@ def mathml(formula: str) -> str:
 
 
 def _row(tokens: list[str], end: str) -> str:
-    """Terms up to a closing bracket, which is taken; each quotient has all factors before it."""
+    """Parse terms up to a closing bracket; a quotient divides all factors before its slash."""
     done, factors, quotient = [], list[str](), ""
     while tokens and tokens[0] != end:
         if tokens[0] == "/":
@@ -99,7 +99,7 @@ def _product(factors: list[str]) -> str:
 
 
 def _words(tokens: list[str]) -> str:
-    """The words that come next, and the names among them."""
+    """Parse the words that come next, with the names among them."""
     words = list[str]()
     while tokens and (_is_word(tokens[0]) or (words and tokens[0] in NAMES)):
         words.append(tokens.pop(0))
@@ -111,7 +111,7 @@ def _is_word(token: str) -> bool:
 
 
 def _atom(tokens: list[str]) -> str:
-    """A number, a name, a root or a bracket, with its primes, index and power."""
+    """Parse a number, a name, a root or a bracket, with its primes, index and power."""
     token = tokens.pop(0)
     if token == "sqrt":
         tokens.pop(0)
@@ -138,6 +138,6 @@ def _atom(tokens: list[str]) -> str:
 
 
 def _bare(found: str) -> str:
-    """Without round brackets around all of it."""
+    """Remove round brackets around a whole expression."""
     inner = found.removeprefix("<mrow><mo>(</mo>").removesuffix("<mo>)</mo></mrow>")
     return inner if len(found) - len(inner) == len("<mrow><mo>(</mo><mo>)</mo></mrow>") else found

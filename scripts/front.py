@@ -62,7 +62,7 @@ def values(results: dict[str, Any]) -> Values:
 
 
 def _fewer(exchange: str, ranks: str, device: str) -> str:
-    """How many times fewer bytes than dense a rank sends of a ResNet-50's gradients."""
+    """Return how many times fewer bytes than dense a rank sends of a ResNet-50's gradients."""
     ways = Ranks(exchange, nodes_of(int(ranks), 1))
     specs = specs_of(MODEL, device)
     dense = ring_allreduce_bytes(4 * elements(specs), int(ranks))
@@ -70,7 +70,7 @@ def _fewer(exchange: str, ranks: str, device: str) -> str:
 
 
 def _state(residuals: str) -> str:
-    """Bytes a parameter of a rank's state with SGD."""
+    """Return the bytes of a rank's state with SGD, for each parameter."""
     plan = _plan("cpu")
     numel = sum(tensor.numel for tensor in plan.tensors())
     return f"{sum(planned_bytes(plan, residuals)) / numel:.0f}"
@@ -81,7 +81,7 @@ def _plan(device: str) -> Plan:
 
 
 def _limit(optimizer: str) -> str:
-    """Up to how many Gbit/s `horovod-topk plan` says that the default pays."""
+    """Return the bandwidth in Gbit/s up to which `horovod-topk plan` says that the default pays."""
     words = ["--model", MODEL, "--compute", "62.5ms", "--values", "int4", "--json"]
     rows = json.loads(output(["plan", *words, "--optimizer", optimizer]))["strategies"]
     (span,) = next(row["faster"] for row in rows if row["exchange"] == "allgather")

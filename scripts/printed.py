@@ -71,7 +71,7 @@ def mathematics(part: str) -> str:
 
 
 def error_rows() -> Iterator[str]:
-    """A row for each error: its name and cause, and the cure, from its docstring."""
+    """Yield a row for each error: its name, its cause and its cure, from its docstring."""
     yield from ("| error | cause | cure |", "| --- | --- | --- |")
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and errors.TopKError in kind.__mro__[1:]:
@@ -80,7 +80,7 @@ def error_rows() -> Iterator[str]:
 
 
 def warning_rows() -> Iterator[str]:
-    """A row for each warning in the log: its text, with dots where values are."""
+    """Yield a row for each warning in the log: its text, with dots in place of values."""
     yield from ("| warning |", "| --- |")
     texts = set[str]()
     for path in sorted((ROOT / "horovod_topk").rglob("*.py")):
@@ -91,7 +91,7 @@ def warning_rows() -> Iterator[str]:
 
 
 def warnings_of(module: ast.Module) -> Iterator[str]:
-    """Texts that a module gives to `WARNERS`, itself or by a name, or returns for one of them."""
+    """Yield the texts that a module gives to `WARNERS`, or returns for one of them."""
     named = {
         target.id: node.value
         for node in ast.walk(module)
@@ -113,7 +113,7 @@ def warnings_of(module: ast.Module) -> Iterator[str]:
 
 
 def spoken(text: ast.expr) -> str:
-    """A text as it is written in a module, with dots where values are."""
+    """Return a text of a module's source, with dots in place of values."""
     if isinstance(text, ast.Constant) and isinstance(text.value, str):
         return re.sub(r"%[.\d]*[a-z]", "…", text.value)
     if isinstance(text, ast.JoinedStr):

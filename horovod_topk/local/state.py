@@ -162,7 +162,7 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
         return self._runners
 
     def average(self, specs: Sequence[TensorSpec]) -> None:
-        """Average further tensors of `weights` once a round, such as those of batch norm."""
+        """Register tensors that ranks average once a round, such as statistics of batch norm."""
         if specs:
             own = self._weights, self._ops, self._collective, self.name
             self.averages = Averages(specs, *own)
@@ -179,7 +179,7 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
         return bool(started)
 
     def synchronize(self) -> None:
-        """Give ranks equal weights: `Rounds.synchronize`, with what is averaged. A collective."""
+        """Give all ranks equal weights and averages. A collective: call it on every rank."""
         if self.rounds.has_begun:
             self.rounds.synchronize()
             self._exchange_averages()

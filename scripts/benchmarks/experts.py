@@ -30,7 +30,7 @@ CALLS = {"TopKEF": "TopKEF()", "ratio 0.005": "TopKEF(ratio=0.005)"}
 
 
 class Watched:
-    """An exchange that adds up norms of each expert's gradients and residuals.
+    """Wraps an exchange, and adds up norms of each expert's gradients and residuals.
 
     Attributes:
         used, gradient, residual: of each rank and expert, [RANKS, experts]: steps with a gradient,
@@ -69,7 +69,7 @@ class Watched:
 
 
 def watched(call: str) -> dict[str, Any]:
-    """Train, and return what was found of each rank and expert."""
+    """Train, and return use, gradient norm and residual norm of each rank and expert."""
     loop = workload(optimizer="adamw", lr=LR, steps=STEPS, shards="skewed", balance=0.0)
     job = Job(loop, parse(call), RANKS, SEED)
     assert isinstance(job.exchange, Compressed)

@@ -48,7 +48,7 @@ def step_of(way: Way, model: Shapes) -> tuple[Callable[[], None], Any]:
 
 
 def measure(way: Way, model: Shapes, steps: int) -> dict[str, Any]:
-    """Of one way, on this host, per step, between two barriers."""
+    """Measure one setting's bytes and seconds of a step on this host, between two barriers."""
     step, optimizer = step_of(way, model)
     for _ in range(WARM_UP):
         step()

@@ -53,7 +53,7 @@ class Port:
         self._frames = deque[tuple[float, bytes]]()
 
     def add(self, frame: bytes, due: float) -> None:
-        """Hand a frame to the host at a time, or as soon after it as the rate allows."""
+        """Queue a frame for the host: due at a time, or as soon after it as the rate allows."""
         at = max(due, self._free)
         if at - due <= self._queue:
             self._frames.append((at, frame))
@@ -61,11 +61,11 @@ class Port:
                 self._free = at + 8 * (len(frame) - HEADER) / self._rate
 
     def next(self) -> float:
-        """When the next frame is due; infinity if there is none."""
+        """Return the time at which the next frame is due; infinity if there is none."""
         return self._frames[0][0] if self._frames else float("inf")
 
     def send(self, now: float) -> None:
-        """Hand on what is due. A host that is gone, or whose card is down, takes nothing."""
+        """Write the frames that are due. Frames to a host that is gone are dropped."""
         while self._frames and self._frames[0][0] <= now:
             with contextlib.suppress(OSError):
                 os.write(self.device, self._frames.popleft()[1])

@@ -1,4 +1,4 @@
-"""What joins a host to the others: so many bits a second each way, so much loss and delay."""
+"""A host's link to the others: its bits a second each way, its loss and its delay."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def bits_per_second(rate: str) -> int:
 
 
 def seconds(duration: str) -> float:
-    """Of "50ms", "0.1s" and the like.
+    """Parse a duration such as "50ms" or "0.1s", to seconds.
 
     Raises:
         ClusterError: it is no duration.

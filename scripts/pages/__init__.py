@@ -49,17 +49,17 @@ def write(name: str) -> None:
 
 
 def templates() -> Iterator[str]:
-    """Names of the pages that are made."""
+    """Yield the names of the pages that have a template."""
     return (path.stem for path in sorted(Path(__file__).parent.glob("*.md")))
 
 
 def shown(page: str) -> set[str]:
-    """Names of other results whose figures a page shows."""
+    """Return the names of the other results whose figures a page shows."""
     return {*re.findall(r"\{\{\s*([\w-]+)/", template(page))}
 
 
 def template(page: str) -> str:
-    """The template of a page."""
+    """Return the template of a page."""
     return Path(__file__).with_name(f"{page}.md").read_text()
 
 
@@ -74,7 +74,7 @@ def text(page: str) -> str:
 
 
 class Figures(Mapping[str, Any]):
-    """The figures of a page by name, and those of other results behind their names."""
+    """Looks figures up: NAME in the page's own results, RESULTS/NAME in other results."""
 
     def __init__(self, page: str) -> None:
         self._page = page
@@ -92,7 +92,7 @@ class Figures(Mapping[str, Any]):
 
 @functools.cache
 def figures(name: str) -> Values:
-    """The figures of stored results; those of a study are runs."""
+    """Return the figures of stored results, by name."""
     report = importlib.import_module(REPORTS.get(name, "study.page"))
     values: Values = report.values(getattr(report, "read", stored)(name))
     return values

@@ -256,7 +256,7 @@ def install_frameworks(
 
 
 def install_package(environment: Environment, wheel: Path, runner: Runner) -> None:
-    """Horovod from its wheel, and what the extras of this package need."""
+    """Install Horovod from its wheel, and what the extras of this package need."""
     runner.console.step("Installing Horovod, and what the extras of this package need")
     # Forced: to pip, wheels built against different frameworks are the same version.
     pip_install(environment, runner, "--force-reinstall", "--no-deps", str(wheel))
@@ -267,7 +267,7 @@ def install_package(environment: Environment, wheel: Path, runner: Runner) -> No
 
 
 def editable(environment: Environment) -> list[str]:
-    """The command that installs this package from its checkout, and compiles its kernels."""
+    """Return the command that installs this package from its checkout, and compiles its kernels."""
     command = [str(environment.python), "-m", "pip", "install", "--progress-bar", "off"]
     return [*command, "--no-deps", "--editable", str(environment.root)]
 

@@ -87,7 +87,7 @@ class Runner:
     def _output(
         self, status: int, start: int, failure: str, error: type[SetupError] = SetupError
     ) -> str:
-        """What a command has written to the log, from byte `start` on, or `error`."""
+        """Return what a command has written to the log from byte `start` on, or `error`."""
         output = _read(self.log, start)
         if status:
             places = (self.log.parent, Path(tempfile.gettempdir()))

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _searched(whole: Search, seed: int) -> Search:
-    """A search in a quarter of the grid's steps."""
+    """Search in a quarter of the grid's steps."""
     runs, most = whole.runs.anew(), int(SHARE * whole.runs.steps)
     found = replace(whole, runs=runs, most_steps=most, sampler_seed=seed)
     found.run()
@@ -72,7 +72,7 @@ def _searched(whole: Search, seed: int) -> Search:
 
 def _row(name: str, whole: Search, searches: list[Search]) -> tuple[str, ...]:
     def measured(setting: Setting) -> float:
-        """What is to be small: bytes, or the metric itself."""
+        """Return the value to minimise: bytes under a limit of quality, or else the metric."""
         if whole.budget.lost is not None:
             return whole.cost(setting) if whole.is_good(setting) else float("inf")
         runs = whole.tried[setting].values()

@@ -23,7 +23,7 @@ SEEDS, RUNS = 3, 30
 
 
 def _above_0(unit: str, example: str, scale: float = 1.0) -> Callable[[str], float]:
-    """A type of option: a number above 0 with its unit."""
+    """Make the type of an option that is a number above 0 with its unit."""
 
     def read(text: str) -> float:
         try:
@@ -91,7 +91,7 @@ UNUSED = dict.fromkeys(("target", "budget", "network", "jobs"))  # options of `c
 
 
 def main(args: argparse.Namespace) -> int:
-    """Search, and report."""
+    """Check the options, search, and print a report."""
     described = args.bandwidth is not None, args.compute is not None
     if args.bytes is args.step_time is args.quality is None:
         raise ValueError("what may it cost? Give --bytes 50x, --step-time 100ms or --quality 1%")

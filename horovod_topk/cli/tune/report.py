@@ -1,4 +1,4 @@
-"""What `horovod-topk tune` prints: runs as they end, the frontier, the verdict, a line to paste."""
+"""The output of `horovod-topk tune`: runs as they end, frontier, verdict, a line to paste."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ATTACHED = {
 
 
 def progress(title: str, record: Record, lost: float | None) -> str:
-    """A line about a run that has ended."""
+    """Format a line about a run that has ended."""
     points, status = record.points, record.status
     how = f"{status} after {points[-1].step} steps" if points else status
     lose = DASH if lost is None else f"{lost:+.1%}"
@@ -58,7 +58,7 @@ def lines(search: Search, script: Path, wall: float) -> Iterator[str]:
 
 
 def frontier(search: Search) -> list[Setting]:
-    """Settings with a whole run that no other beats in both bytes, or seconds, and quality."""
+    """Return settings that no other beats in both cost and quality, of those with a whole run."""
     mean = {each: statistics.fmean(search.losses(each)) for each in search.whole}
     found = sorted(mean, key=lambda each: (search.cost(each), mean[each]))
     least, kept = math.inf, list[Setting]()
@@ -104,7 +104,7 @@ def _row(
 
 
 def verdict(search: Search) -> tuple[Setting | None, str]:
-    """The setting to use, and why; None: dense."""
+    """Return the setting to use, or None for dense, and a sentence that gives the reason."""
     best, limit = search.best, search.budget.lost
     if best is None:
         return None, f"no setting that was tried loses {limit or 0:.1%} at most. Do not compress"
@@ -135,7 +135,7 @@ def verdict(search: Search) -> tuple[Setting | None, str]:
 
 
 def paste(setting: Setting, script: Path) -> tuple[str, str]:
-    """The import and the line of code for the script's framework."""
+    """Return the import and the line of code that use a setting in the script's framework."""
     text = script.read_text(errors="replace")
     module = next(name for pattern, name in MODULES if re.search(pattern, text))
     names, call = setting.method, setting.call.removesuffix("()")

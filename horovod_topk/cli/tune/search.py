@@ -32,14 +32,14 @@ Train = Callable[[CompareSettings, Cell, GoOn], Record]
 
 @dataclass(frozen=True)
 class Budget:
-    """What a setting may cost; None: no limit."""
+    """Limits of what a setting costs; None: no limit."""
 
     fewer: float | None = None  # at least so many times fewer bytes than dense
     seconds: float | None = None  # a step, predicted
     lost: float | None = None  # share of dense's quality
 
     def allows(self, cost: Cost, dense: Cost) -> bool:
-        """Whether bytes and seconds of a setting are within the limits."""
+        """Return whether the bytes and seconds of a setting are within the limits."""
         bytes_fit = self.fewer is None or cost.bytes * self.fewer <= dense.bytes
         return bytes_fit and (
             self.seconds is None or (cost.seconds is not None and cost.seconds <= self.seconds)
@@ -47,7 +47,7 @@ class Budget:
 
 
 class Runs:
-    """Runs of a script, which are kept, and what they cost."""
+    """Makes runs of a script, keeps them, and counts their steps and seconds."""
 
     def __init__(self, settings: CompareSettings, store: Store, train: Train) -> None:
         self._settings, self._store, self.train = settings, store, train
@@ -77,27 +77,27 @@ class Runs:
         return self._known[text, seed]
 
     def anew(self) -> Runs:
-        """The same script and store, with nothing counted."""
+        """Return runs of the same script and store, with nothing counted yet."""
         return Runs(self._settings, self._store, self.train)
 
     @property
     def records(self) -> list[Record]:
-        """All runs, as far as they were needed."""
+        """The runs that the search has used; a kept run ends where the search would stop it."""
         return list(self._known.values())
 
     @property
     def steps(self) -> int:
-        """Steps of all runs."""
+        """The sum of the steps of all runs."""
         return sum(each.points[-1].step for each in self.records if each.points)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all runs' training."""
+        """The sum of the seconds that all runs trained."""
         return math.fsum(each.points[-1].seconds for each in self.records if each.points)
 
 
 def _replayed(record: Record | None, go_on: GoOn) -> Record | None:
-    """A kept run up to the report after which it would be stopped; None: it has to be made."""
+    """Return a kept run up to the report that would stop it; None: it has to be made again."""
     if record is None:
         return None
     for count, point in enumerate(record.points, 1):
@@ -143,11 +143,11 @@ class Search:
     # Quality
 
     def baseline(self, seed: int) -> Record:
-        """The dense run of a seed."""
+        """Return the dense run of a seed."""
         return self.runs(DENSE, seed)
 
     def lost(self, record: Record, at: int | None = None) -> float | None:
-        """The share of dense's quality that a run loses after a step, by default its last one."""
+        """Return the share of dense's quality that a run loses after a step (default: the last)."""
         dense = self.baseline(record.cell.seed).curve(self.metric.name)
         curve = record.curve(self.metric.name)
         if not curve or not dense:
@@ -159,7 +159,7 @@ class Search:
         return self.metric.gain(beside, found) / max(abs(beside), 1e-12)
 
     def losses(self, setting: Setting) -> list[float]:
-        """The shares lost by a setting's whole runs, in the order of seeds."""
+        """Return the shares of quality that a setting's whole runs lose, in the order of seeds."""
         runs = self.tried.get(setting, {})
         found = [
             self.lost(runs[seed])
@@ -170,16 +170,16 @@ class Search:
 
     @property
     def whole(self) -> list[Setting]:
-        """Settings with a whole run."""
+        """Settings that have been trained to the end with at least one seed."""
         return [setting for setting in self.tried if self.losses(setting)]
 
     def cost(self, setting: Setting) -> float:
-        """What is as small as possible under a limit of quality: seconds if known, else bytes."""
+        """Return the cost to minimise under a limit of quality: seconds if known, else bytes."""
         found = self.costs[setting]
         return found.bytes if found.seconds is None else found.seconds
 
     def value(self, setting: Setting) -> float:
-        """What is minimised, over the seeds that were run."""
+        """Return the objective of a setting: Optuna and the final choice minimise it."""
         lost = statistics.fmean(self.losses(setting))
         if self.budget.lost is None:
             return lost
@@ -189,7 +189,7 @@ class Search:
         return math.log(costliest) + lost - self.budget.lost
 
     def is_good(self, setting: Setting) -> bool:
-        """Whether a setting's loss of quality is within the limit."""
+        """Return whether the quality that a setting loses is within the limit."""
         losses = self.losses(setting)
         return bool(losses) and (
             self.budget.lost is None or statistics.fmean(losses) <= self.budget.lost
@@ -233,7 +233,7 @@ class Search:
         self._finish()
 
     def starts(self) -> list[Setting]:
-        """What is tried first, in whole runs: settings that docs/choosing.md leads to.
+        """Return the settings to try first, in whole runs; docs/choosing.md leads to them.
 
         These are the default, and of int4, which is best at equal bytes, the largest ratio that the
         budget allows, for each exchange and number of local steps; with a limit of quality, the
@@ -249,7 +249,7 @@ class Search:
         return [*first, *(each for each in edges.values() if each != DEFAULT)]
 
     def _left(self) -> list[Setting]:
-        """Settings that may be the best: not tried, and cheaper than a good one if that counts."""
+        """Return untried settings; under a limit of quality those cheaper than a good one alone."""
         left = [setting for setting in self.fitting if setting not in self.tried]
         if self.budget.lost is None:
             return left
@@ -257,12 +257,12 @@ class Search:
         return [setting for setting in left if least is None or self.cost(setting) < least]
 
     def _cheaper(self, setting: Setting) -> list[Setting]:
-        """Settings that may be the best and have another ratio alone, in ascending order."""
+        """Return untried settings that differ in their ratio alone, from small to large ratios."""
         others = {key: each for key, each in setting.values if key != "ratio"}
         return [each for each in self._left() if others.items() <= dict(each.values).items()]
 
     def _has_room(self) -> bool:
-        """Whether steps are left for another run, before those with all seeds."""
+        """Return whether steps are left for another run beside the final ones with all seeds."""
         others = (2 + FINALISTS) * (len(self.seeds) - 1)
         return self.runs.steps + (others + 1) * self.steps <= self.most_steps
 
@@ -321,7 +321,7 @@ class Search:
 
 
 def _params(setting: Setting) -> dict[str, Any]:
-    """A setting as Optuna's parameters: numbers by their position, in order."""
+    """Return a setting as Optuna's parameters; a number is its position on the axis."""
     found: dict[str, Any] = {"method": setting.method}
     for axis, value in setting.values:
         options = AXES[setting.method][axis]
@@ -331,7 +331,7 @@ def _params(setting: Setting) -> dict[str, Any]:
 
 
 def _suggested(trial: Any, known: Mapping[Setting, Cost]) -> Setting:
-    """The setting of Optuna's next proposal."""
+    """Return the setting that Optuna proposes next."""
     method = trial.suggest_categorical("method", list(dict.fromkeys(s.method for s in known)))
     values = []
     for axis, options in AXES[method].items():

@@ -1,4 +1,4 @@
-"""A search from its first run to its report."""
+"""Runs a search of `horovod-topk tune`, from its first run to its report."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def prepared(settings: CompareSettings, args: argparse.Namespace, store: Store) 
 
 
 def _time(args: argparse.Namespace) -> tuple[Any, ...]:
-    """What predicts a step's time, for `Costs`: nothing if the network is not described."""
+    """Return the last arguments of `Costs`, which predict a step's time; none without a network."""
     if args.compute is None:
         return ()
     found = machines.read(machines.REFERENCE)
@@ -100,7 +100,7 @@ def _time(args: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def _real(args: argparse.Namespace, store: Store) -> tuple[list[TensorSpec], Fit, Train]:
-    """Shapes and optimizer from options; runs under a launcher."""
+    """Return shapes and optimizer from options, and a function that runs under a launcher."""
 
     def train(settings: CompareSettings, cell: Cell, go_on: GoOn) -> Record:
         return run(settings, cell, store.folder, go_on)
@@ -109,7 +109,7 @@ def _real(args: argparse.Namespace, store: Store) -> tuple[list[TensorSpec], Fit
 
 
 def _simulated(settings: CompareSettings) -> tuple[list[TensorSpec], Fit, Train]:
-    """Shapes and optimizer of the workload; runs in this process, with one thread."""
+    """Return the workload's shapes and optimizer, and a function that trains in this process."""
     torch: Any = importlib.import_module("torch")
     simulated = "horovod_topk.cli.compare.simulated"
     training: Any = importlib.import_module(f"{simulated}.training")

@@ -1,4 +1,4 @@
-"""The settings that `horovod-topk tune` tries, and what each sends and takes, without training."""
+"""The settings that `horovod-topk tune` tries, with their bytes and predicted step times."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ DEFAULT = Setting("TopKEF", (*USUAL.items(), ("every", 1)))
 
 
 def settings(*, local: bool) -> Iterator[Setting]:
-    """All settings; local: whether ranks can take local steps."""
+    """Yield all settings. local: whether ranks can take local steps."""
     for method, axes in AXES.items():
         for values in itertools.product(*axes.values()):
             found = Setting(method, tuple(zip(axes, values, strict=True)))
@@ -100,7 +100,7 @@ def settings(*, local: bool) -> Iterator[Setting]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a setting costs in each step."""
+    """Bytes and seconds of a step with a setting."""
 
     bytes: float  # that a rank sends, or that leave a node; mean over the run
     later: float  # the same after the first steps, in which TopKEF sends more
@@ -141,7 +141,7 @@ class Costs:
         return Cost(sent, sent, self._seconds(found))
 
     def of(self, text: str) -> Cost:
-        """The cost of a compressor, or of local steps."""
+        """Return the cost of a compressor, or of local steps."""
         asked = parse(text)
         is_local = isinstance(asked, LocalCall)
         call = asked.compressor if isinstance(asked, LocalCall) else asked
@@ -164,7 +164,7 @@ class Costs:
         return Cost(mean / every, later / every, seconds)
 
     def _sent(self, plan: Plan) -> int:
-        """Bytes that leave the busiest node, or of a single node, those that a rank sends."""
+        """Return the bytes that leave the busiest node; on a single node what a rank sends."""
         most = cheapest(plan, self._nodes)[1].busiest(plan)
         return most.node_bytes or most.sent_bytes
 
@@ -191,7 +191,7 @@ class Costs:
 
 
 def fit_to(optimizer: str | None) -> Fit:
-    """Fit methods to an optimizer by its name, an `--optimizer`."""
+    """Return a function that fits methods to the optimizer of `--optimizer`."""
     rule = update_rule_of(optimizer_of(optimizer))
 
     def fit(config: Method, deferred: Mapping[str, str]) -> tuple[Method, Rule | None]:
