@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.network import RATES
 from horovod_topk.cli.bench.figures import figures
-from horovod_topk.cli.canvas import canvas
+from horovod_topk.cli.canvas import panels
 from horovod_topk.cli.models import elements, specs_of
 from horovod_topk.cli.options import update_rule_of
 from horovod_topk.core.exchange import ring_allreduce_bytes
@@ -22,6 +22,7 @@ from horovod_topk.methods.topk import TopK
 from pages import RESULTS, Values, stored
 from pages.markdown import table
 from printed import output
+from study import does_it_pay
 from study.matrix import OPTIMIZERS, places
 from study.results import Study
 
@@ -89,21 +90,24 @@ def _limit(optimizer: str) -> str:
 
 
 def _picture(results: dict[str, Any], path: Path) -> str:
-    """Draw the seconds of a step, and return a link to the picture."""
-    with canvas(path, 8) as axes:
+    """Draw the seconds of a step, and loss against hours; return a link to the picture."""
+    with panels(path, 1, 2, (12, 4.5), dpi=130, scale="none") as ((left, right),):
         for name, (label, style) in LINES.items():
             rates = [result["rate"] for result in results.values()]
             seconds = [figures(result)[name].step for result in results.values()]
-            axes.plot(rates, seconds, marker="o", label=label, **style)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xticks(rates, map(quantities.rate, rates))
-        axes.minorticks_off()
-        axes.set_xlabel("link of each host")
-        axes.set_ylabel("seconds a step, with almost no compute")
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    return f"![Seconds a step, by the rate of each host's link](docs/results/{path.name})"
+            left.plot(rates, seconds, marker="o", label=label, **style)
+        left.set_xscale("log")
+        left.set_yscale("log")
+        left.set_xticks(rates, map(quantities.rate, rates))
+        left.minorticks_off()
+        left.set_xlabel("link of each host")
+        left.set_ylabel("seconds a step, with almost no compute")
+        left.legend(frameon=False)
+        left.grid(alpha=0.3)
+        does_it_pay.joined_of(does_it_pay.read("does-it-pay")).draw_hours(right, "100mbit")
+        right.set_ylabel(does_it_pay.AXIS)
+        right.legend(frameon=False)
+    return f"![Seconds a step by the rate of the link; loss by hours](docs/results/{path.name})"
 
 
 def _quality() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,15 +24,21 @@ def kinds() -> set[str]:
 
 @contextmanager
 def panels(
-    path: Path, rows: int, columns: int, size: tuple[float, float], dpi: int = 110
+    path: Path,
+    rows: int,
+    columns: int,
+    size: tuple[float, float],
+    dpi: int = 110,
+    scale: Literal["row", "none"] = "row",
 ) -> Iterator[Any]:
     """Yield rows of axes, and write the picture on exit in the format of the file's suffix.
 
     Args:
         path: the file; its folder is created.
-        rows, columns: number of axes; those of a row have one scale upwards.
+        rows, columns: number of axes.
         size: width and height in inches.
         dpi: dots an inch.
+        scale: axes that share one scale upwards.
 
     Raises:
         ModuleNotFoundError: Matplotlib, an extra, is not installed.
@@ -45,7 +51,7 @@ def panels(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=size, dpi=dpi, sharey="row", squeeze=False
+        rows, columns, figsize=size, dpi=dpi, sharey=scale, squeeze=False
     )
     try:
         yield axes

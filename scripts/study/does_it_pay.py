@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,9 +48,12 @@ from pages.markdown import table
 from study.large import GPT
 from study.results import DENSE, Study, end
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 USE = "used", "gradient", "residual"
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s, 2 hosts"}
-RANKS, METRIC = 4, "bits_per_byte"
+RANKS, METRIC, AXIS = 4, "bits_per_byte", "bits a byte, held out"
 STYLES: dict[str, dict[str, Any]] = {
     DENSE: {"color": "#888888", "linestyle": "--"},
     BFLOAT16: {"color": "#444444", "linestyle": "--"},
@@ -125,6 +128,21 @@ class Joined:
         first = min(steps, EARLY)
         later = (steps - first) * statistics.median(steady["bytes"])
         return (first * statistics.median(early["bytes"]) + later) / 1e9
+
+    def draw_hours(self, axes: Axes, rate: str) -> None:
+        """Draw losses against hours."""
+        self.draw(axes, lambda name, steps: self.time(rate, name, steps) / 3600)
+        axes.set_xlabel(f"hours, {RATES[rate]}")
+
+    def draw(self, axes: Axes, cost: Callable[[str, float], float]) -> None:
+        """Draw losses against what a method's steps cost, and a line at dense's last loss."""
+        for name in filter(self.curves.get, STYLES):
+            steps, losses = zip(*self.curves[name], strict=True)
+            costs = [cost(name, each) for each in steps]
+            axes.plot(costs, losses, label=LABELS.get(name, name), **STYLES[name])
+        axes.set_xscale("log")
+        axes.axhline(self.target, color="#bbbbbb", linewidth=0.8)
+        axes.grid(alpha=0.3)
 
     @property
     def target(self) -> float:
@@ -210,26 +228,13 @@ def step_table(joined: Joined) -> str:
 def picture(joined: Joined) -> str:
     """Draw loss against hours at two rates and against gigabytes; return a link to the picture."""
     path = RESULTS / "does-it-pay.png"
-    curves = joined.curves
-    with panels(path, 1, 3, (12, 4)) as grid:
-        axes = list(grid[0])
-        for name, style in STYLES.items():
-            if name not in curves:
-                continue
-            steps, losses = zip(*curves[name], strict=True)
-            for place, rate in zip(axes, ("100mbit", "1gbit"), strict=False):
-                hours = [joined.time(rate, name, each) / 3600 for each in steps]
-                place.plot(hours, losses, label=LABELS.get(name, name), **style)
-            axes[2].plot([joined.gigabytes(name, each) for each in steps], losses, **style)
-        for place, what in zip(
-            axes, ("hours, 100 Mbit/s", "hours, 1 Gbit/s", "GB a rank sends"), strict=False
-        ):
-            place.set_xscale("log")
-            place.set_xlabel(what)
-            place.axhline(joined.target, color="#bbbbbb", linewidth=0.8)
-            place.grid(alpha=0.3)
-        axes[0].set_ylabel("bits a byte, held out")
-        axes[0].legend(frameon=False, fontsize=8, loc="lower left")
+    with panels(path, 1, 3, (12, 4)) as ((*hours, gigabytes),):
+        for axes, rate in zip(hours, ("100mbit", "1gbit"), strict=True):
+            joined.draw_hours(axes, rate)
+        joined.draw(gigabytes, joined.gigabytes)
+        gigabytes.set_xlabel("GB a rank sends")
+        hours[0].set_ylabel(AXIS)
+        hours[0].legend(frameon=False, fontsize=8, loc="lower left")
     return f"![Loss against hours and gigabytes](results/{path.name})"
 
 
@@ -377,10 +382,14 @@ def read(name: str) -> tuple[Study, Mapping[str, Any]]:
     return Study("does_it_pay"), stored(name)
 
 
+def joined_of(results: tuple[Study, Mapping[str, Any]]) -> Joined:
+    """Return the runs of the byte GPT with the seconds of their steps."""
+    return Joined(results[0], "byte GPT*", results[1])
+
+
 def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
     """Return the page's figures by name."""
-    study, jobs = results
-    joined = Joined(study, "byte GPT*", jobs)
+    (study, jobs), joined = results, joined_of(results)
     with torch.device("meta"):  # shapes alone
         model = GPT.model()
     specs = [
