@@ -16,7 +16,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import venv
 from pathlib import Path
@@ -62,8 +61,7 @@ def build(tools: Path, sources: Path, machine: str) -> Path:
     say(f"Compiling the wheel for {machine} (CPU minutes: 2)")
     zig = f"{tools} -m ziglang c++ -target {machine}-linux-gnu.{GLIBC} -s"
     with tempfile.TemporaryDirectory() as scratch:
-        with tarfile.open(sources) as archive:
-            archive.extractall(scratch, filter="data")
+        shutil.unpack_archive(sources, scratch)
         (folder,) = Path(scratch).iterdir()
         built = Path(scratch, "built")
         variables = {"CXX": zig, "HOROVOD_TOPK_REQUIRE_NATIVE": "1"}
