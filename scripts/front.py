@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from horovod_topk.cost.traffic import Ranks, nodes_of
 from horovod_topk.methods.topk import TopK
 from pages import RESULTS, Values, stored
 from pages.markdown import table
-from printed import output
 from study import does_it_pay
 from study.matrix import OPTIMIZERS, places
 from study.results import Study
@@ -57,7 +55,6 @@ def values(results: dict[str, Any]) -> Values:
         "elements": f"{next(iter(results.values()))['elements'] / 1e6:.1f}",
         "ratio": TopK().ratio,
         "fewer": _fewer,
-        "limit": _limit,
         "state": _state,
     }
 
@@ -79,14 +76,6 @@ def _state(residuals: str) -> str:
 
 def _plan(device: str) -> Plan:
     return make_plan(specs_of(MODEL, device), TopK(), update_rule=update_rule_of("sgd"))
-
-
-def _limit(optimizer: str) -> str:
-    """Return the bandwidth in Gbit/s up to which `horovod-topk plan` says that the default pays."""
-    words = ["--model", MODEL, "--compute", "62.5ms", "--values", "int4", "--json"]
-    rows = json.loads(output(["plan", *words, "--optimizer", optimizer]))["strategies"]
-    (span,) = next(row["faster"] for row in rows if row["exchange"] == "allgather")
-    return f"{span['below'] / 1e9:.0f}"
 
 
 def _picture(results: dict[str, Any], path: Path) -> str:

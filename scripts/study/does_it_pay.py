@@ -31,6 +31,7 @@ from benchmarks.does_it_pay import (
     TOPK,
 )
 from horovod_topk.cli.canvas import panels
+from horovod_topk.cli.compare.verdict import judge
 from horovod_topk.cli.models import specs_of
 from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.core.plan.nodes import Nodes
@@ -377,6 +378,32 @@ def experts_table(study: Study) -> str:
     return table(["", *study.settings[0].compressors], rows)
 
 
+def reruns(study: Study) -> dict[str, Any]:
+    """Judge quality twice, on half of the seeds each: a table, and how often the two agree."""
+    rows, agreed = [], 0
+    for title in study.titles("*"):
+        for name, row in study.rows(title).items():
+            seeds, metric = sorted(row.runs), study.found(title).metric
+            half = len(seeds) // 2
+            found = [
+                judge(
+                    {seed: row.runs[seed] for seed in part},
+                    {DENSE: {seed: row.dense[seed] for seed in part}},
+                    metric,
+                    timed=False,
+                )
+                .beside[DENSE]
+                .steps.word
+                for part in (seeds[:half], seeds[half:])
+            ]
+            agreed += len(set(found)) == 1
+            rows.append([title, name, *found])
+    return {
+        "reruns": table(["", "", "first seeds", "other seeds"], rows),
+        "agreed": f"{agreed} of {len(rows)}",
+    }
+
+
 def read(name: str) -> tuple[Study, Mapping[str, Any]]:
     """Read the study's runs and the benchmark's seconds."""
     return Study("does_it_pay"), stored(name)
@@ -400,6 +427,7 @@ def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
         "seconds": lambda job: benchmark.seconds_table(jobs[job]["variants"], LOCAL),
         "steps": partial(step_table, joined),
         "sooner": partial(sooner, joined),
+        "step": lambda rate, name: f"{joined.seconds(rate, name):.2f}",
         "target": lambda share: target_table(joined, float(share)),
         "predicted": partial(predicted, specs, joined),
         "gpus": on_gpus,
@@ -409,4 +437,5 @@ def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
         "experts": lambda: experts_table(Study("experts")),
         "parameters": sum(spec.numel for spec in specs) / 1e6,
     }
+    found |= reruns(Study("reruns"))
     return found | (join_error(joined) if "whole" in jobs else {})
