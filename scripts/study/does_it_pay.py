@@ -378,30 +378,30 @@ def experts_table(study: Study) -> str:
     return table(["", *study.settings[0].compressors], rows)
 
 
-def reruns(study: Study) -> dict[str, Any]:
-    """Judge quality twice, on half of the seeds each: a table, and how often the two agree."""
-    rows, agreed = [], 0
+@cache
+def reruns() -> list[list[str]]:
+    """Judge quality twice, on half of the seeds each; return rows of a table."""
+    rows, study = [], Study("reruns")
     for title in study.titles("*"):
         for name, row in study.rows(title).items():
             seeds, metric = sorted(row.runs), study.found(title).metric
             half = len(seeds) // 2
-            found = [
+            found = (
                 judge(
                     {seed: row.runs[seed] for seed in part},
                     {DENSE: {seed: row.dense[seed] for seed in part}},
                     metric,
                     timed=False,
                 )
-                .beside[DENSE]
-                .steps.word
                 for part in (seeds[:half], seeds[half:])
-            ]
-            agreed += len(set(found)) == 1
-            rows.append([title, name, *found])
-    return {
-        "reruns": table(["", "", "first seeds", "other seeds"], rows),
-        "agreed": f"{agreed} of {len(rows)}",
-    }
+            )
+            rows.append([title, name, *(each.beside[DENSE].steps.word for each in found)])
+    return rows
+
+
+def agreed() -> str:
+    """Return how often both halves of the seeds led to the same word."""
+    return f"{sum(first == other for *_, first, other in reruns())} of {len(reruns())}"
 
 
 def read(name: str) -> tuple[Study, Mapping[str, Any]]:
@@ -433,9 +433,10 @@ def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
         "gpus": on_gpus,
         "limit": limit,
         "rates": lambda: other_rates(study),
+        "reruns": lambda: table(["", "", "seeds 0 to 4", "seeds 5 to 9"], reruns()),
+        "agreed": agreed,
         "use": lambda: use_table(stored("experts")),
         "experts": lambda: experts_table(Study("experts")),
         "parameters": sum(spec.numel for spec in specs) / 1e6,
     }
-    found |= reruns(Study("reruns"))
     return found | (join_error(joined) if "whole" in jobs else {})
