@@ -17,6 +17,7 @@ import docs_site
 import printed
 from horovod_topk import cli
 from horovod_topk.cli.options import Parser, add, behind_dashes, joined
+from horovod_topk.cost.strategies import ADAPTED, CORRECTION
 
 pytestmark = pytest.mark.tools
 
@@ -37,6 +38,16 @@ def test_another_output_would_be_noticed() -> None:
     changed = page.replace("step efficiency", "stop efficiency")
     assert changed != page
     assert printed.rewritten(changed) == page
+
+
+def test_the_page_on_the_plan_has_the_constants_of_the_plan() -> None:
+    """What `cost.strategies` adds for the optimizer's update, and for momentum correction."""
+    page = " ".join((printed.ROOT / "docs/plan.md").read_text(encoding="utf-8").split())
+    (_, sgd), (before, adam) = ADAPTED["sgd"], ADAPTED["adam"]
+    assert ADAPTED["sgd"][0] == 0
+    assert f"Momentum correction adds {CORRECTION} triads an element" in page
+    assert f"The update of SGD adds {sgd} triads after receiving" in page
+    assert f"that of Adam {before} before sending and {adam} after receiving" in page
 
 
 def test_another_formula_would_be_noticed() -> None:
