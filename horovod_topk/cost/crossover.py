@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from horovod_topk.cost.machine import Machine
@@ -41,14 +41,21 @@ def written(spans: Iterable[Span]) -> str:
 
 
 def faster(
-    dense: Strategy, other: Strategy, machine: Machine, training: Training, *, overlap: bool
+    beside: Sequence[Strategy],
+    strategy: Strategy,
+    machine: Machine,
+    training: Training,
+    *,
+    overlap: bool,
 ) -> tuple[Span, ...]:
-    """Return the ranges, ascending, in which `other` is faster than `dense`; empty if none."""
+    """Return the ranges, ascending, where a strategy is faster than all others; empty if none."""
 
     def gain(bandwidth: float) -> float:
         there = replace(machine, network=replace(machine.network, bandwidth=bandwidth))
-        slow, fast = (step(w, there, training, overlap=overlap) for w in (dense, other))
-        return slow.seconds - fast.seconds
+        fast, *slow = (
+            step(each, there, training, overlap=overlap).seconds for each in (strategy, *beside)
+        )
+        return min(slow) - fast
 
     return tuple(_spans(gain, sorted({*DECADES, machine.network.bandwidth})))
 

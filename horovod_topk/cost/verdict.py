@@ -15,6 +15,7 @@ from horovod_topk.cost.strategies import Strategy
 # transformer lost 2% (docs/settings.md).
 TOO_COARSE = ("int2", "sign")
 SECOND = " In this exchange owners select a second time, which costs accuracy: docs/methods.md."
+DENSE = "allreduce"  # exchange of dense float32 and float16
 AS_FAST = 1.01  # factor to the fastest step: the plan is not more precise
 UNCHECKED = " (by formulas that no measurement has confirmed)"
 
@@ -44,17 +45,24 @@ class Verdict:
 def rows(
     strategies: Sequence[Strategy], machine: Machine, training: Training, *, overlap: bool
 ) -> list[Row]:
-    """Return the predicted times of every strategy; the first one is the baseline.
+    """Return the predicted times of every strategy; the first one is dense float32.
+
+    Ours are compared with dense float32 and float16, and float16 with float32.
 
     overlap: whether to compare steps with overlap, or steps without.
     """
     between = strategies[0].node_bytes > 0
+    dense = [each for each in strategies if each.exchange == DENSE]
+
+    def beside(strategy: Strategy) -> list[Strategy]:
+        return dense[:1] if strategy in dense else dense
+
     return [
         Row(
             strategy,
             step(strategy, machine, training, overlap=False),
             step(strategy, machine, training, overlap=True),
-            faster(strategies[0], strategy, machine, training, overlap=overlap)
+            faster(beside(strategy), strategy, machine, training, overlap=overlap)
             if between
             else None,
         )
@@ -70,13 +78,14 @@ def judge(
     caveat: str = "",
     default: str | None = None,
 ) -> Verdict:
-    """Compare dense with the fastest of our exchanges in `rows`, except those of `TOO_COARSE`.
+    """Compare the faster of dense float32 and float16 with the exchanges of ours in `rows`.
 
-    Of exchanges that are about as fast as the fastest, the default is taken, or else the one that
-    sends least. The text also gives the default's time, and other compressors that are faster.
+    Those of `TOO_COARSE` are left out. The verdict is on the default if it pays, and otherwise on
+    the fastest of ours; of those that are about as fast, on the one that sends least. The text says
+    what else is faster.
 
     Args:
-        table: the rows, dense first.
+        table: the rows, dense float32 first.
         overlap: whether to compare steps with overlap, or steps without.
         setting: the optimizer that is planned for, as a part of a sentence; may be empty.
         caveat: why the verdict is rough.
@@ -90,20 +99,24 @@ def judge(
         is_slow = taken(row).seconds > AS_FAST * least
         return is_slow, row.strategy.name != default, row.strategy.node_bytes
 
-    dense = table[0]
+    dense = _dense(table, overlap=overlap)
     ours = _ours(table)
     least = min(taken(row).seconds for row in ours)
     best = min(ours, key=order)
-    slow, fast = taken(dense), taken(best)
-    others = {_title(row): taken(row) for row in table[1:] if not row.strategy.ours}
-    besides = _besides(others, min(slow.seconds, fast.seconds))
-    bare = next((row for row in ours if row.strategy.name == default and row is not best), None)
-    itself = "" if bare is None else _itself(bare, slow, taken(bare))
+    bare = next((row for row in ours if row.strategy.name == default), best)
+    slow = taken(dense)
+    first = bare if taken(bare).seconds < slow.seconds else best
+    pays = taken(first).seconds < slow.seconds
+    how = setting + (", with overlap" if overlap else ", without overlap")
+    names = _call(first, default), f"dense {dense.strategy.values}"
+    text = (_pays if pays else _does_not_pay)(first, names, slow, taken(first), how)
+    if bare is not first:
+        text += _itself(bare, slow, taken(bare))
+    elif best is not first:
+        text += f" {_call(best)} takes {milliseconds(taken(best).seconds)} ms.{_second(best)}"
+    others = {row.strategy.name: taken(row) for row in table if _is_another(row)}
     rough = f" Rough: {caveat}." if caveat else ""
-    how = "with overlap" if overlap else "without overlap"
-    pays = fast.seconds < slow.seconds
-    text = (_pays if pays else _does_not_pay)(best, slow, fast, how, setting)
-    return Verdict(pays, text + itself + besides + rough)
+    return Verdict(pays, text + _besides(others, min(slow.seconds, taken(best).seconds)) + rough)
 
 
 def locally(
@@ -123,7 +136,8 @@ def locally(
     found = [(local_step(each, machine, training, every), each) for each in usable]
     took, best = min(found, key=lambda pair: pair[0].seconds)
     dense, *ours = (
-        (row.overlapped if overlap else row.alone).seconds for row in [table[0], *_ours(table)]
+        (row.overlapped if overlap else row.alone).seconds
+        for row in [_dense(table, overlap=overlap), *_ours(table)]
     )
     return (
         f"local steps: LocalSteps(every={every}) with exchange={best.exchange!r}, "
@@ -134,29 +148,44 @@ def locally(
     )
 
 
+def _dense(table: Sequence[Row], *, overlap: bool) -> Row:
+    """The faster of dense float32 and float16."""
+    dense = (row for row in table if row.strategy.exchange == DENSE)
+    return min(dense, key=lambda row: (row.overlapped if overlap else row.alone).seconds)
+
+
 def _ours(table: Sequence[Row]) -> list[Row]:
     return [row for row in table if row.strategy.ours and row.strategy.values not in TOO_COARSE]
 
 
-def _pays(best: Row, slow: Step, fast: Step, how: str, setting: str) -> str:
-    where = "" if best.faster is None else f", and pays {written(best.faster)}"
-    chosen = f"exchange={best.strategy.exchange!r}, values={best.strategy.values!r}"
+def _is_another(row: Row) -> bool:
+    return not row.strategy.ours and row.strategy.exchange != DENSE
+
+
+def _call(row: Row, default: str | None = None) -> str:
+    if row.strategy.name == default:
+        return "TopKEF()"
+    return f"exchange={row.strategy.exchange!r}, values={row.strategy.values!r}"
+
+
+def _second(row: Row) -> str:
+    return SECOND if row.strategy.exchange == "sharded" else ""
+
+
+def _pays(row: Row, names: tuple[str, str], slow: Step, fast: Step, how: str) -> str:
+    where = "" if row.faster is None else f", and pays {written(row.faster)}"
     return (
-        f"compress: {chosen} makes a step "
-        f"{slow.seconds / fast.seconds:.2f} times faster than dense ({milliseconds(slow.seconds)} "
-        f"to {milliseconds(fast.seconds)} ms, {how}){setting}{where}."
-        + _within(best)
-        + (SECOND if best.strategy.exchange == "sharded" else "")
+        f"compress: {names[0]} makes a step {slow.seconds / fast.seconds:.2f} times faster than "
+        f"{names[1]} ({milliseconds(slow.seconds)} to {milliseconds(fast.seconds)} ms){how}"
+        f"{where}.{_within(row)}{_second(row)}"
     )
 
 
 def _itself(bare: Row, slow: Step, fast: Step) -> str:
-    """A sentence about the default, where another exchange is faster."""
-    factor = slow.seconds / fast.seconds
-    beside = f"{factor:.2f} times faster" if factor > 1 else f"{1 / factor:.2f} times slower"
+    """A sentence about the default, which does not pay."""
     return (
-        f" TopKEF() itself ({bare.strategy.name}) takes {milliseconds(fast.seconds)} ms: {beside} "
-        "than dense."
+        f" TopKEF() itself ({bare.strategy.name}) takes {milliseconds(fast.seconds)} ms: "
+        f"{fast.seconds / slow.seconds:.2f} times slower than dense."
     )
 
 
@@ -173,11 +202,7 @@ def _besides(others: Mapping[str, Step], least: float) -> str:
     )
 
 
-def _title(row: Row) -> str:
-    return "Horovod's own fp16" if row.strategy.exchange == "allreduce" else row.strategy.name
-
-
-def _does_not_pay(best: Row, slow: Step, fast: Step, how: str, setting: str) -> str:
+def _does_not_pay(best: Row, names: tuple[str, str], slow: Step, fast: Step, how: str) -> str:
     saved, spent = slow.exchange - fast.exchange, fast.kernels - slow.kernels
     if saved <= 0:
         reason = (
@@ -192,8 +217,7 @@ def _does_not_pay(best: Row, slow: Step, fast: Step, how: str, setting: str) -> 
         )
     where = f" It would pay {written(best.faster)}." if best.faster else ""
     return (
-        f"do not compress: dense takes {milliseconds(slow.seconds)} ms a step ({how}), "
-        f"the fastest of ours ({best.strategy.name}) {milliseconds(fast.seconds)} ms{setting}: "
-        f"{reason}."
+        f"do not compress: {names[1]} takes {milliseconds(slow.seconds)} ms a step, the fastest "
+        f"of ours ({names[0]}) {milliseconds(fast.seconds)} ms{how}: {reason}."
         f"{where}{_within(best)}"
     )

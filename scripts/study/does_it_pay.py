@@ -330,7 +330,8 @@ def on_gpus() -> str:
 
 def limit(name: str, added: float = ADDED_ALL) -> str:
     """Return the bandwidths at which TopKEF's step is predicted to be shorter than dense's."""
-    spans = faster(*on_nodes(), gpu(added), trained_on(name), overlap=True)
+    dense, ours = on_nodes()
+    spans = faster([dense], ours, gpu(added), trained_on(name), overlap=True)
     return written(spans) or "nowhere"
 
 

@@ -67,7 +67,7 @@ def test_any_method_has_a_row(
     ]
     assert planned == listed
     assert all(row["overlapped"]["kernels"] > 0 for row in answer["strategies"][-len(calls) :])
-    assert "int4" in answer["verdict"]
+    assert "compress: TopKEF() makes a step " in answer["verdict"]
     assert "TernGrad" in answer["assumptions"]["other compressors"]
 
 
@@ -161,7 +161,7 @@ def test_given_constants_take_the_place_of_measured_ones(
 def test_do_not_compress_on_one_fast_node(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--ranks", "2", "--local-size", "2", "--local-bandwidth", "10tbit"]
     assert cli.main([*SEED, "--latency", "1us", *arguments]) == 0
-    assert "\ndo not compress: dense takes " in capsys.readouterr().out
+    assert "\ndo not compress: dense float32 takes " in capsys.readouterr().out
 
 
 def test_a_picture(tmp_path: Path) -> None:
@@ -246,11 +246,11 @@ def test_the_table_says_what_it_assumes(device: str, capsys: pytest.CaptureFixtu
     assert f"gradients on a {kind}" in text
     assert ("device: CPU kernel constants are applied" in text) == (device == "cuda")
     assert "overlap: the verdict and the last column assume that backward overlaps" in text
-    assert "ms, with overlap)" in text
+    assert "ms) with SGD with momentum, with overlap, and pays below " in text
     assert cli.main([*SEED, "--no-overlap"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "assume that nothing overlaps (--no-overlap)" in text
-    assert "ms, without overlap)" in text
+    assert "ms) with SGD with momentum, without overlap, and pays below " in text
 
 
 def test_the_default_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,13 +259,13 @@ def test_the_default_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     bare, plain = found(capsys, *fast), found(capsys, *fast, "--optimizer", "none")
     assert bare == found(capsys, *fast, "--optimizer", "sgd")
     assert (bare["adapted"], bare["compress"], bare["default"]) == ("sgd", False, "allgather int4")
-    assert " ms with SGD with momentum: its exchange takes " in bare["verdict"]
-    assert " TopKEF() itself (allgather int4) takes 81.9 ms: 1.07 times slower" in bare["verdict"]
+    assert " ms with SGD with momentum, with overlap: its exchange takes " in bare["verdict"]
+    assert " TopKEF() itself (allgather int4) takes 81.9 ms: 1.08 times slower" in bare["verdict"]
     assert (plain["adapted"], plain["compress"]) == (None, True)
-    assert " with overlap) with plain error feedback, and pays below " in plain["verdict"]
+    assert " ms) with plain error feedback, with overlap, and pays below " in plain["verdict"]
     adam = found(capsys, *fast, "--optimizer", "adam")
     assert not adam["compress"]
-    assert " ms with Adam or AdamW: " in adam["verdict"]
+    assert " ms with Adam or AdamW, with overlap: " in adam["verdict"]
     assert found(capsys, *fast, "--ratio", "0.01")["default"] is None
 
 
