@@ -80,7 +80,7 @@ def steps(name: str, strategies: Iterable[Exchange]) -> dict[str, list[float]]:
 
 def samples(framework: Framework) -> list[tuple[dict[str, Any], float]]:
     """The collectives and their times."""
-    nodes = nodes_of(framework.hvd.size(), framework.hvd.local_size())
+    nodes = nodes_of(hvd.size(), hvd.local_size())
     return [(asdict(collective), took) for collective, took in timed(framework, nodes)]
 
 

@@ -14,7 +14,9 @@ from launcher import HOROVODRUN, REPOSITORY, run
 pytestmark = [pytest.mark.distributed, pytest.mark.tools]
 
 LIMIT = 240.0  # seconds; a quarter of a minute on idle cores
-COMMAND = [sys.executable, "-m", "horovod_topk.cli"]
+MODULE = ["-m", "horovod_topk.cli"]
+COMMAND = [sys.executable, *MODULE]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 WITHOUT_TORCH = Path(__file__).parent / "without_torch"
 ON_TENSORFLOW = ["env", f"PYTHONPATH={WITHOUT_TORCH}{os.pathsep}{REPOSITORY}"]
 
@@ -22,18 +24,20 @@ ON_TENSORFLOW = ["env", f"PYTHONPATH={WITHOUT_TORCH}{os.pathsep}{REPOSITORY}"]
 @pytest.mark.one_in(3)
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize(
-    ("controller", "before"),
-    [("gloo", []), ("mpi", []), ("gloo", ON_TENSORFLOW)],
-    ids=["torch-gloo", "torch-mpi", "tensorflow-gloo"],
+    "ranks",
+    [
+        [*HOROVODRUN, "-np", "2", "--gloo", sys.executable],
+        [*HOROVODRUN, "-np", "2", "--mpi", sys.executable],
+        [*ON_TENSORFLOW, *HOROVODRUN, "-np", "2", "--gloo", sys.executable],
+        [*TORCHRUN, "--nproc-per-node=2"],
+    ],
+    ids=["torch-gloo", "torch-mpi", "tensorflow-gloo", "torchrun"],
 )
-def test_constants_are_measured_and_kept(
-    controller: str, before: list[str], tmp_path: Path
-) -> None:
+def test_constants_are_measured_and_kept(ranks: list[str], tmp_path: Path) -> None:
     """One rank prints; what it found can be planned with afterwards."""
     kept = tmp_path / "machine.json"
     arguments = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--machine", str(kept)]
-    ranks = [*HOROVODRUN, "-np", "2", f"--{controller}", *COMMAND, *arguments, "--measure"]
-    launch = run([*before, *ranks], tmp_path, LIMIT, {})
+    launch = run([*ranks, *MODULE, *arguments, "--measure"], tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.output
     launch.assert_clean()
     assert launch.output.count("compress: ") == 1
@@ -52,6 +56,7 @@ def test_constants_are_measured_and_kept(
 def test_uneven_hosts_are_planned_as_they_are(tmp_path: Path) -> None:
     """Rank 0 is alone on its host, and others are not."""
     arguments = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--measure"]
+    arguments += ["--optimizer", "none"]  # the hierarchical exchange adapts no optimizer's steps
     ranks = [*HOROVODRUN, "-np", "3", "-H", "127.0.0.1:1,localhost:2", "--gloo", *COMMAND]
     launch = run([*ranks, *arguments], tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.output

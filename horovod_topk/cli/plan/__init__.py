@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from horovod_topk.cli.files import check_picture, check_writable
-from horovod_topk.cli.frameworks import find
+from horovod_topk.cli.frameworks import NO_FRAMEWORK, find
 from horovod_topk.cli.lines import wrapped
 from horovod_topk.cli.plan import arguments, kernels, measure, picture, table
 from horovod_topk.cost import machine as machines
@@ -81,10 +81,7 @@ def _others(asked: arguments.Asked) -> list[Strategy]:
     """
     framework = find() if asked.others else None
     if asked.others and framework is None:
-        raise ValueError(
-            "--compressor: Horovod works with neither PyTorch nor TensorFlow here, which methods "
-            "are timed in; run `horovod-topk doctor` for the reason"
-        )
+        raise ValueError(NO_FRAMEWORK.format("--compressor"))
     found = []
     for config in asked.others.values():
         assert framework is not None

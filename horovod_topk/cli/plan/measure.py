@@ -1,8 +1,8 @@
 """`--measure`: measures the constants of this job's network and this machine's CPU kernels.
 
-Every rank runs it, under horovodrun. Rank 0 first times kernels, while the others wait for it in
-`hvd.init()`. Then all ranks time named allreduces and allgathers of several sizes; the slowest
-rank's time is used. Least squares fit the constants to these times (`horovod_topk.cost.fit`).
+Every rank runs it, under horovodrun or torchrun. Rank 0 first times kernels, while the others wait
+for it in `begin()`. Then all ranks time named allreduces and allgathers of several sizes; the
+slowest rank's time is used. Least squares fit the constants to these times (`cost.fit`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from horovod_topk.cli.frameworks import Framework, find
+from horovod_topk.cli.frameworks import NO_FRAMEWORK, Framework, find
 from horovod_topk.cli.machine import cpu_model
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.arguments import Asked, Place
@@ -42,30 +42,26 @@ def measure(asked: Asked) -> Place | None:
     """
     rank, framework = launched_rank(), find()
     if rank is None:
-        raise ValueError("--measure needs ranks: run `horovodrun -np 2 horovod-topk plan ...`")
-    if framework is None:
         raise ValueError(
-            "--measure: Horovod works with neither PyTorch nor TensorFlow here; run "
-            "`horovod-topk doctor` for the reason"
+            "--measure needs ranks: run `horovodrun -np 2 horovod-topk plan ...`, or without "
+            "Horovod `torchrun --nproc-per-node 2 -m horovod_topk.cli plan ...`"
         )
+    if framework is None:
+        raise ValueError(NO_FRAMEWORK.format("--measure"))
     config = replace(asked.config, ratios=None)  # they name the model's tensors, not the timed one
     computed = kernels.measure(framework, config) if rank == 0 else None
-    framework.hvd.init()
+    framework.begin()
     try:
         return _together(framework, computed, asked)
     finally:
-        framework.hvd.shutdown()
+        framework.end()
 
 
 def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> Place | None:
     """Time collectives with all ranks; computed: kernel times, on rank 0 only."""
-    hvd = framework.hvd
-    if hvd.size() < 2:
-        raise ValueError("--measure: there is 1 rank: give horovodrun -np 2 or more")
-    from horovod_topk.process_sets import location  # it needs Horovod
-
-    here = location(hvd.rank(), hvd.local_rank())
-    nodes = nodes_of(hvd.allgather_object(here, name="topkef.plan.nodes"))
+    if framework.size < 2:
+        raise ValueError("--measure: there is 1 rank: start 2 or more")
+    nodes = nodes_of(framework.gather(framework.location, "topkef.plan.nodes"))
     samples = list(timed(framework, nodes))
     if computed is None:
         return None
@@ -120,7 +116,7 @@ def gathered(size: int, nodes: Nodes) -> CollectiveCost:
 def _seconds(framework: Framework, run: Callable[[], object], size: int) -> float:
     measure = clocked(run, before=framework.barrier)
     mine = repeated(measure, LARGE_REPEATS if size > LARGE else REPEATS, WARM_UP)
-    everyone = framework.hvd.allgather_object(mine, name="topkef.plan.seconds")
+    everyone = framework.gather(mine, "topkef.plan.seconds")
     return float(statistics.quantiles(slowest(everyone), n=4)[0])
 
 
