@@ -242,7 +242,8 @@ def reject_unknown(unknown: Iterable[str], known: Iterable[str], of: str = "TopK
         problem = f"{of} has no setting {keyword!r}"
         if keyword in REMOVED:
             raise ConfigError(problem, cure=REMOVED[keyword])
-        near = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
+        within = [name for name in known if name in keyword.split("_")]  # compression_ratio
+        near = within or difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise UnknownSettingError(problem, cure=f"{hint}The settings are {', '.join(known)}")
 

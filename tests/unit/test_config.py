@@ -171,6 +171,7 @@ def test_a_norm_to_clip_to_is_a_float() -> None:
         ("value", "values"),
         ("min_elements", "min_numel"),
         ("exchnage", "exchange"),
+        ("compression_ratio", "ratio"),
     ],
 )
 def test_an_unknown_keyword_suggests_the_nearest(keyword: str, nearest: str) -> None:

@@ -25,6 +25,10 @@ STATS = Stats(
     residual_norm=3.0,
     gradient_norm=1.5,
     residual_norm_ratio=1.9,
+    compress_seconds=0.206,
+    exchange_seconds=0.412,
+    exposed_seconds=0.103,
+    decompress_seconds=0.309,
     memory_bytes=8_000_000,
     element_bytes={"residuals": 2.03125, "arrivals": 8.0, "factors": 1e-5},
     level=0.02,
@@ -49,17 +53,18 @@ def test_a_table_of_what_is_sent_and_what_waits() -> None:
     assert found["exchange"] == "allgather among 4 ranks, 1,000,000 elements in 2 buckets"
     times = "10,000 sent by this rank, 6,000,000 in a dense allreduce: 600.0 times fewer"
     assert found["bytes a step"] == times
-    assert found["bytes so far"].endswith("618,000,000 in a dense allreduce: 412.0 times fewer")
+    total = "1,500,000 sent by this rank, 618,000,000 in a dense allreduce: 412.0 times fewer"
+    assert found["bytes so far"] == f"{total}; earlier steps sent more"
     whole = "50 tensors such as 'layers.0.bias': fewer than min_numel=1024"
     assert found["sent whole"] == whole
-    assert found["residual"] == (
-        "1.9 times the gradient in the last sampled step (of the last step: norms 3 and 1.5)"
-    )
+    assert found["residual"] == "2 times the gradient in the last step (norms 3 and 1.5)"
+    took = "compress 2 ms, exchange 4 ms, of which 1 ms of waiting, decompress 3 ms (means)"
+    assert found["time a step"] == took
     assert found["steps"] == "100 committed, 3 rolled back; now at ratio 0.02"
     memory = "8,000,000 bytes of residuals, method's state and payloads"
     assert found["memory"] == f"{memory} (residuals 2.03, arrivals 8 an element)"
     assert found["warnings"].startswith("a momentum is set twice")
-    assert len(str(STATS).splitlines()) <= 12
+    assert len(str(STATS).splitlines()) <= 14
     assert "skipped" not in str(STATS)
 
 

@@ -22,6 +22,7 @@ COLUMNS = 100
 FIRST = 14  # columns of the names
 LISTED = 16  # tensors with ratios of their own
 SHOWN = 200  # letters of each warning
+LARGER = 1.05  # how much larger a step's mean bytes are if the table says so
 WHOLE = ": sent dense"  # end of the reasons why a tensor is sent whole, inside a payload
 
 
@@ -259,7 +260,9 @@ def _rows(stats: Stats) -> Iterator[tuple[str, str]]:
         f"{stats.sent_bytes:,} sent by this rank, {_fewer(stats.sent_bytes, stats.dense_bytes)}",
     )
     total, dense = stats.total_sent_bytes, stats.total_dense_bytes
-    yield "bytes so far", f"{total:,} sent by this rank, {_fewer(total, dense)}"
+    more = total * stats.dense_bytes > LARGER * dense * stats.sent_bytes
+    note = "; earlier steps sent more" if more else ""
+    yield "bytes so far", f"{total:,} sent by this rank, {_fewer(total, dense)}{note}"
     whole = {name: why for name, why in stats.skipped.items() if why.endswith(WHOLE)}
     yield "sent whole", _reasons(whole) or "no tensor"
     if stats.ratios:
@@ -270,6 +273,8 @@ def _rows(stats: Stats) -> Iterator[tuple[str, str]]:
     fallen = "".join(f"; fell back ({why}: {n})" for why, n in stats.fallbacks.items())
     ended = f"{stats.steps:,} committed, {stats.rolled_back:,} rolled back"
     yield "steps", f"{ended}; now at ratio {stats.level:g}{fallen}"
+    if stats.exchange_seconds:
+        yield "time a step", _times(stats, max(1, stats.steps + stats.rolled_back))
     each = [f"{part} {size:.3g}" for part, size in stats.element_bytes.items() if size >= 0.01]
     parts = f" ({', '.join(each)} an element)" if each else ""
     yield "memory", f"{stats.memory_bytes:,} bytes of residuals, method's state and payloads{parts}"
@@ -286,14 +291,20 @@ def _fewer(sent: int, dense: int) -> str:
 
 
 def _residual(stats: Stats) -> str:
-    ratio = stats.residual_norm_ratio
-    if ratio is None and stats.gradient_norm:
-        ratio = stats.residual_norm / stats.gradient_norm
-    norms = f"of the last step: norms {stats.residual_norm:.3g} and {stats.gradient_norm:.3g}"
+    left, gradient = stats.residual_norm, stats.gradient_norm
     owned = f"; owner's residual {stats.owned_norm:.3g}" if stats.owned_norm else ""
-    when = "" if stats.residual_norm_ratio is None else " in the last sampled step"
-    shown = "no gradient yet" if ratio is None else f"{ratio:.3g} times the gradient{when}"
-    return f"{shown} ({norms}){owned}"
+    shown = f"{left / gradient:.3g} times the gradient" if gradient else "no gradient yet"
+    return f"{shown} in the last step (norms {left:.3g} and {gradient:.3g}){owned}"
+
+
+def _times(stats: Stats, steps: int) -> str:
+    """Means over all steps."""
+    parts = (stats.compress_seconds, stats.exchange_seconds, stats.exposed_seconds)
+    compress, exchange, exposed = (f"{1e3 * part / steps:.3g} ms" for part in parts)
+    return (
+        f"compress {compress}, exchange {exchange}, of which {exposed} of waiting, "
+        f"decompress {1e3 * stats.decompress_seconds / steps:.3g} ms (means)"
+    )
 
 
 def _reasons(tensors: Mapping[str, str]) -> str:
