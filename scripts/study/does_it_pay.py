@@ -31,6 +31,7 @@ from benchmarks.does_it_pay import (
     TOPK,
 )
 from horovod_topk.cli.canvas import panels
+from horovod_topk.cli.compare.uncertainty import BETTER, WORSE
 from horovod_topk.cli.compare.verdict import judge
 from horovod_topk.cli.models import specs_of
 from horovod_topk.core.plan.buckets import TensorSpec
@@ -405,6 +406,11 @@ def agreed() -> str:
     return f"{sum(first == other for *_, first, other in reruns())} of {len(reruns())}"
 
 
+def contradicted() -> int:
+    """Return how often one half of the seeds said better, and the other worse."""
+    return sum({first, other} == {BETTER, WORSE} for *_, first, other in reruns())
+
+
 def read(name: str) -> tuple[Study, Mapping[str, Any]]:
     """Read the study's runs and the benchmark's seconds."""
     return Study("does_it_pay"), stored(name)
@@ -436,6 +442,7 @@ def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
         "rates": lambda: other_rates(study),
         "reruns": lambda: table(["", "", "seeds 0 to 4", "seeds 5 to 9"], reruns()),
         "agreed": agreed,
+        "contradicted": contradicted,
         "use": lambda: use_table(stored("experts")),
         "experts": lambda: experts_table(Study("experts")),
         "parameters": sum(spec.numel for spec in specs) / 1e6,
