@@ -406,9 +406,9 @@ def agreed() -> str:
     return f"{sum(first == other for *_, first, other in reruns())} of {len(reruns())}"
 
 
-def contradicted() -> int:
+def contradicted() -> str:
     """Return how often one half of the seeds said better, and the other worse."""
-    return sum({first, other} == {BETTER, WORSE} for *_, first, other in reruns())
+    return str(sum({first, other} == {BETTER, WORSE} for *_, first, other in reruns()))
 
 
 def read(name: str) -> tuple[Study, Mapping[str, Any]]:
