@@ -63,7 +63,7 @@ def _of_options(model: DistributedDataParallel) -> Iterator[tuple[str, str, None
             yield reason, f"To replace a compressor's optimizer, call attach(); else {REWRAP}", None
     if model._use_python_reducer:
         reason = "torch._dynamo.config.optimize_ddp='python_reducer' hands over no buckets"
-        yield reason, "Leave optimize_ddp at its default", None
+        yield reason, "Leave optimize_ddp and compiled_autograd at their defaults", None
     if model._delay_all_reduce_params:
         reason = "delay_all_reduce_named_params= has parameters that no hook sees"
         yield reason, "Leave delay_all_reduce_named_params= out", None

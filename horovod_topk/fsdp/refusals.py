@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from horovod_topk.config import Settings
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 
+COMPILED_AUTOGRAD = "torch._dynamo.config.compiled_autograd"
 MESH = 'Pass fully_shard(module, mesh=mesh["shard"]), and TopKEF the other dimension, between='
 
 
@@ -30,8 +32,8 @@ def check_model(model: Any) -> None:
     if not isinstance(model, FSDPModule):
         raise ConfigError(
             f"fully_shard was not called with this {type(model).__name__}",
-            cure="Pass the root module, after fully_shard(model, mesh=mesh['shard']). "
-            "DistributedDataParallel is for horovod_topk.ddp",
+            cure="Pass the root module, after fully_shard(model, mesh=mesh['shard']), and not what "
+            "torch.compile(model) returns. DistributedDataParallel is for horovod_topk.ddp",
         )
     module: Any = model  # an FSDPModule is a Module
     for name, p in module.named_parameters():
@@ -82,6 +84,21 @@ def group_of(between: Any, model: nn.Module) -> dist.ProcessGroup:
                 cure='Pass the dimension that fully_shard did not get, between=mesh["replicate"]',
             )
     return between
+
+
+def check_backward() -> None:
+    """Refuse a compiled backward, in which PyTorch leaves out the last hook of FSDP2.
+
+    Raises:
+        UnsupportedOperationError: compiled autograd calls this.
+    """
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "in_compiled_autograd_region", False):
+        raise UnsupportedOperationError(
+            "backward() runs in compiled autograd, which leaves out the last hook of FSDP2: the "
+            "first unit's gradients are not reduced, with or without compression",
+            cure=f"Set {COMPILED_AUTOGRAD} to False; the model's forward may be compiled",
+        )
 
 
 def check_settings(optimizers: Sequence[Any], config: Settings) -> None:

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from horovod_topk import reporting
 from horovod_topk.core.exchange.selection import check_owners
 from horovod_topk.errors import RepeatedSynchronizeError
-from horovod_topk.fsdp.refusals import check_settings
+from horovod_topk.fsdp.refusals import COMPILED_AUTOGRAD, check_backward, check_settings
 from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.gradients import Slot, local, part_of
 from horovod_topk.torch_training.in_backward import (
@@ -47,7 +47,10 @@ class Hooks(BackwardHooks):
     """Step hooks that refuse gradients which were not exchanged between nodes."""
 
     refusals = Refusals(
-        never=("step() was called, and no backward() of the model has run", SYNC),
+        never=(
+            "step() was called, and no backward() of the model has run",
+            f"{SYNC}, and leave {COMPILED_AUTOGRAD} at False",
+        ),
         local=("step() was called on gradients of this node alone", SYNC),
         not_now=(
             "step() was called on gradients that were not exchanged, or were applied already",
@@ -146,6 +149,7 @@ class FSDPState(BackwardState):
     @torch.no_grad()
     def _ready(self, p: Any) -> None:
         """Note a parameter's gradient, which FSDP2 has just written or added to."""
+        check_backward()
         if not self._reduces(p):
             return
         hooks, slot = self._slots[id(p)]
