@@ -118,6 +118,15 @@ def test_compiled_models(python: Path, tmp_path: Path, name: str) -> None:
     assert found.output.count(FIRST) == 1
 
 
+def test_the_example_of_trainer(python: Path, tmp_path: Path) -> None:
+    script = str(REPOSITORY / "examples/trainer_bytelm.py")
+    command = [str(python), *TORCHRUN[1:], "--nproc-per-node=2", script, "--steps", "40"]
+    launch = run(command, tmp_path, LIMIT, {"PYTHONPATH": str(REPOSITORY)})
+    assert launch.returncode == 0, launch.describe()
+    assert "TopKEF: " in launch.output and "bits a byte after 40 steps" in launch.output
+    assert "compresses 2" in launch.output  # hundred thousands of elements
+
+
 def test_lightning_with_fsdp2_on_two_nodes_of_two_ranks(python: Path, tmp_path: Path) -> None:
     whole = Trained(python, tmp_path / "whole", "lightning", 4, "-", "sharded")
     whole.check()
