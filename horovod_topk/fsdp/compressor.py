@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from horovod_topk.core.exchange.agreement import agree_on_nothing
@@ -79,11 +80,8 @@ class Compressor(BackwardCompressor):
         if self.asked(self) is None and (name := horovods()):
             if group.size() > 1:
                 agree_on_nothing(name, TorchOps(), GroupCollective(group))
-            raise ConfigError(
-                f"{name} was asked for by an environment variable, and FSDP2 sends nothing between "
-                "nodes by itself",
-                cure="Leave HOROVOD_TOPK_COMPRESSION out, or name a compressor such as Dense",
-            )
+                _average(model, group, name)
+            return
         optimizers = listed(optimizer)
         before: FSDPState | None = _STATES.get(model)
         if before is not None and before.has(optimizers):
@@ -112,6 +110,22 @@ class Compressor(BackwardCompressor):
             cure="Call TopKEF().attach(model, optimizer, between=mesh['replicate']), and pass the "
             "same model",
         )
+
+
+def _average(model: nn.Module, group: dist.ProcessGroup, name: str) -> None:
+    """Have FSDP2 average gradients between nodes by itself, in their dtype or in float16.
+
+    name: "none" or "fp16", as in an environment variable (`core.run.substitute`).
+    """
+
+    def hook(gradients: Tensor) -> None:
+        sent = gradients.half() if name == "fp16" else gradients
+        dist.all_reduce(sent.div_(group.size()), group=group)
+        gradients.copy_(sent)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(hook)
 
 
 class TopKEF(Compressor, Presets, method=TopK):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import HOROVODRUN, Launch, run
+from launcher import HOROVODRUN, TORCHRUN, Launch, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.tools]
 
@@ -41,6 +41,22 @@ def test_methods_on_two_ranks(controller: str, idle: int, tmp_path: Path) -> Non
         assert all(seconds >= 0.01 for seconds in each["seconds"])
     assert "topk-int8-sharded" in launch.output
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.timeout(LIMIT + 60)
+def test_fsdp2_beside_ddp_on_four_ranks(tmp_path: Path) -> None:
+    shapes, written = tmp_path / "shapes.json", tmp_path / "out.json"
+    shapes.write_text(json.dumps(SHAPES))
+    methods = ["ddp", "topk", "fsdp", "fsdp-bf16", "fsdp+topk", "fsdp+QSGD"]
+    command = [*TORCHRUN, "--nproc-per-node=4", "-m", "horovod_topk.cli", "bench", "--rounds", "2"]
+    command += ["--model", str(shapes), "--methods", ",".join(methods), "--json", str(written)]
+    launch = run(command, tmp_path, LIMIT, {})
+    assert launch.returncode == 0, launch.describe()
+    found = json.loads(written.read_text())["methods"]
+    assert [each["name"] for each in found] == ["none", "fsdp-none", *methods]
+    assert [each["what"] for each in found][-1] == "FSDP2, QSGD"
+    assert all(len(each["seconds"]) == 2 and min(each["seconds"]) > 0 for each in found)
+    assert "FSDP2 shards within the two halves of the ranks." in launch.output
 
 
 SCRIPT = """\

@@ -1,4 +1,4 @@
-"""`horovod-topk compare` on real ranks: a script with two lines more, in PyTorch and in Keras."""
+"""`horovod-topk compare` on real ranks: a script with two lines more, also with Keras or FSDP2."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from launcher import REPOSITORY, WITHOUT_TENSORFLOW, run
 pytestmark = [pytest.mark.distributed, pytest.mark.tools]
 
 LIMIT = 400.0  # seconds; it needs about 30 on two idle cores
+OPTIONS = {"gloo": [], "mpi": ["--mpi"], "torchrun": ["--torchrun", "--ranks", "4"]}
 
 TORCH = """\
 import horovod.torch as hvd
@@ -59,11 +60,38 @@ broadcast = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(root_rank=0)
 model.fit(data, epochs=4, steps_per_epoch=5, verbose=0, callbacks=[broadcast, report])
 """
 
+FSDP = """\
+import horovod_topk
+import torch
+import torch.distributed as dist
+from horovod_topk.fsdp import TopKEF
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(horovod_topk.seed(0))
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+model = fully_shard(torch.nn.Linear(400, 10), mesh=mesh["shard"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+TopKEF(ratio=0.5).attach(model, optimizer, between=mesh["replicate"])
+inputs = torch.randn(30, 400)
+for step in range(1, 21):
+    optimizer.zero_grad()
+    loss = model(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    if step % 5 == 0:
+        horovod_topk.report(step=step, loss=loss.item())
+TopKEF.of(model).stats()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    ("script", "controller"), [(TORCH, "gloo"), (KERAS, "gloo"), (TORCH, "mpi")]
+    ("script", "controller"),
+    [(TORCH, "gloo"), (KERAS, "gloo"), (TORCH, "mpi"), (FSDP, "torchrun")],
 )
 def test_a_script_is_compared(script: str, controller: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
@@ -72,7 +100,7 @@ def test_a_script_is_compared(script: str, controller: str, tmp_path: Path) -> N
     command += [sys.executable, "-m", "horovod_topk.cli", "compare", str(tmp_path / "train.py")]
     command += ["--seeds", "1", "--out", str(tmp_path / "kept")]
     command += ["--compressors", "TopKEF(ratio=0.1)"]
-    command += ["--json", str(tmp_path / "out.json"), *(["--mpi"] if controller == "mpi" else [])]
+    command += ["--json", str(tmp_path / "out.json"), *OPTIONS[controller]]
     launch = run(command, tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.describe()
     assert not launch.left and not launch.immortal

@@ -13,7 +13,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 
-from horovod_topk.cli.bench import nic, run
+from horovod_topk.cli.bench import gradients, nic, run
 from horovod_topk.cli.bench.compute import Compute
 from horovod_topk.cli.bench.figures import figures
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
@@ -101,6 +101,11 @@ def test_compressors_of_ddp() -> None:
     assert found[0].settings == found[2].settings
     assert found[1].what == "torch DDP, QSGD"
     assert [each.is_ddp for each in found] == [True, True, False, True]
+    (sharded,) = parse_methods("fsdp+topk-int8")
+    assert (sharded.adapter, sharded.is_fsdp, sharded.is_ddp) == ("fsdp", True, False)
+    assert method_of("fsdp-bf16").is_fsdp and not method_of("ddp").is_fsdp
+    with pytest.raises(ValueError, match=r"'fsdp\+topk' in 'local\+fsdp\+topk' is no compressor"):
+        method_of("local+fsdp+topk")
     with pytest.raises(ValueError, match=r"'fp16' in 'ddp\+fp16' is no compressor of this package"):
         method_of("ddp+fp16")
 
@@ -259,6 +264,16 @@ def test_steps_differ_and_runners_do_not() -> None:
         assert not torch.equal(one.gradient(0), before)
 
 
+def test_units_for_fsdp2_have_the_same_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "UNIT", 100)
+    model = GivenGradients(Weights.of(SPECS, rank=0), seed=0, compute=None, idle=0)
+    units = model.units()
+    assert [len([*unit.parameters()]) for unit in units] == [1, 2]
+    units(torch.zeros(1, requires_grad=True)).sum().backward()
+    for index, weight in enumerate(units.parameters()):
+        assert torch.equal(weight.grad, model.gradient(index))
+
+
 @pytest.mark.parametrize("kind", ["sleep", "cpu"])
 def test_backward_takes_as_long_as_was_asked(kind: str) -> None:
     compute = Compute.of(f"{kind}:0.04")
@@ -294,6 +309,28 @@ def test_factors_are_of_exchanges() -> None:
     assert found["topk"].faster(None) is None
     rows = {line.split()[0]: line for line in table(result(*methods)).splitlines()}
     assert rows["topk"].split()[-3:] == ["20.0x", "50", "100.0x"]
+
+
+def test_fsdp2_is_beyond_its_own_step_without_exchange_between_nodes() -> None:
+    methods = (
+        method("none", 1.0),
+        method("fsdp-none", 1.5),
+        method("ddp", 3.0),
+        method("fsdp", 2.5),
+        method("fsdp+topk", 1.6),
+    )
+    exchanges = {name: each.exchange for name, each in figures(result(*methods)).items()}
+    assert exchanges["fsdp-none"] == pytest.approx(0.5)
+    assert (exchanges["fsdp"], exchanges["fsdp+topk"]) == pytest.approx((1.0, 0.1))
+    rows = {line.split()[0]: line for line in table(result(*methods)).splitlines()}
+    assert rows["ddp"].split()[-3] == "1.0x" and rows["fsdp+topk"].split()[-3] == "10.0x"
+    assert "verdict: fsdp+topk exchanges 10.0x faster" in table(result(*methods))
+
+
+def test_fsdp2_needs_nodes_of_equally_many_ranks() -> None:
+    with pytest.raises(ValueError, match="fsdp shards within 2 nodes of equally many ranks"):
+        run.check_nodes(parse_methods("ddp,fsdp"), ONE)
+    run.check_nodes(parse_methods("ddp"), ONE)
 
 
 def test_one_host_has_no_bytes() -> None:

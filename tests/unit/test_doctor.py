@@ -53,6 +53,7 @@ def test_what_it_says_here() -> None:
     assert found["kernels for the GPU"] == "PyTorch sees no GPU"
     assert found["Horovod"] == "0.28.1"
     assert "gloo" in found["controllers"]
+    assert found["FSDP2"] == "horovod_topk.fsdp, over a mesh with gloo"
     assert "two ranks exchange" not in found
 
 
@@ -127,6 +128,7 @@ FINDINGS = [  # a finding, the end of what it says, and a part of its cure
     (software.keras(None, None, legacy=False), "not installed", ""),
     (software.data_parallel(["gloo", "mpi"]), "horovod_topk.ddp, over gloo, mpi", ""),
     (software.data_parallel(None), "not available", ""),
+    (software.fsdp2(["mpi"]), "not available", ""),
     (system.mpirun("/bin/mpirun", lambda _: "Open MPI"), "Open MPI (/bin/mpirun)", ""),
     (system.mpirun(None, lambda _: None), "not found", "--gloo"),
     (system.mpirun("/bin/mpirun", lambda _: None), "does not run", "--gloo"),

@@ -42,7 +42,8 @@ OPTIONS: Options = {
         "metavar": "LIST",
         "help": f"methods to time, with commas between them: {', '.join(KINDS)}; settings of "
         f"TopKEF as in {SHORTHAND}; other compressors as in Python, 'QSGD(bits=2)'; over torch DDP "
-        "as in ddp+topk; with an outer step of LocalSteps after each step as in local+topk "
+        "as in ddp+topk; between nodes of FSDP2 as in fsdp+topk; with an outer step of LocalSteps "
+        "after each step as in local+topk "
         f"(default: {DEFAULT}; under torchrun: {DEFAULT_OF_TORCHRUN}; with "
         f"--script: {DEFAULT_OF_SCRIPT})",
     },
@@ -125,6 +126,12 @@ def _check(args: argparse.Namespace, methods: Sequence[Method]) -> None:
         raise ValueError(
             f"--idle-parameters {args.idle_parameters} with powersgd: torch's ranks abort, as its "
             "collectives meet in different orders. Leave powersgd out of --methods"
+        )
+    fsdp = next((method.name for method in methods if method.is_fsdp), None)
+    if args.idle_parameters and fsdp is not None:
+        raise ValueError(
+            f"--idle-parameters {args.idle_parameters} with {fsdp}: FSDP2's rows have none. Leave "
+            "one of the two out"
         )
     if args.script is None and args.arguments:
         raise ValueError(f"{' '.join(args.arguments)}: arguments of what? Give --script as well")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from horovod_topk.cli.bench.methods import DENSE, NONE
+from horovod_topk.cli.bench.methods import DENSE, FSDP, FSDP_NONE, NONE
 from horovod_topk.cli.reading import fits
 from horovod_topk.cost.quantities import is_number
 
@@ -32,7 +32,7 @@ class Figures:
     name: str
     what: str
     step: float  # seconds, median
-    exchange: float  # seconds beyond the step without exchange, median over rounds
+    exchange: float  # seconds beyond the step without exchange (`base_of`), median over rounds
     least: float  # smallest exchange time of the rounds
     most: float
     cpu: float | None  # seconds of a core for a rank's exchange; None: not measured
@@ -85,7 +85,12 @@ def _problem(found: Result) -> str:
 def figures(result: Result) -> dict[str, Figures]:
     """The figures of each method by name, in the order of the run."""
     methods = {each["name"]: each for each in result["methods"]}
-    return {name: _figures(each, methods[NONE]) for name, each in methods.items()}
+    return {name: _figures(each, methods[base_of(name)]) for name, each in methods.items()}
+
+
+def base_of(name: str) -> str:
+    """The method that has no exchange: for FSDP2 the one that sends nothing between nodes."""
+    return FSDP_NONE if name.startswith(FSDP) and name != FSDP_NONE else NONE
 
 
 def _figures(method: dict[str, Any], none: dict[str, Any]) -> Figures:
@@ -107,6 +112,8 @@ def _beyond(method: dict[str, Any], none: dict[str, Any], what: str) -> list[flo
     return [each - alone for each, alone in zip(method[what], none[what], strict=True)]
 
 
-def dense_of(found: dict[str, Figures]) -> Figures | None:
-    """The figures of dense, the baseline, or of DDP's; None if neither was measured."""
+def dense_of(found: dict[str, Figures], name: str = "") -> Figures | None:
+    """The figures of a method's baseline: dense, or DDP's, or for FSDP2 its own; None: none."""
+    if name.startswith(FSDP):
+        return None if name == FSDP_NONE else found.get(FSDP)
     return found.get(DENSE, found.get("ddp"))

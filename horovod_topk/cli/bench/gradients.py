@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from horovod_topk.cli.bench.compute import Compute
-from horovod_topk.core.plan.buckets import TensorSpec
+from horovod_topk.core.plan.buckets import BUCKET_ELEMENTS, TensorSpec
 
+UNIT = 4 * BUCKET_ELEMENTS  # bytes of weights that FSDP2 shards together
 POOL = 2  # number of sets of gradients to draw from
 IDLE_SHAPE = (1024,)
 
@@ -83,6 +85,27 @@ class GivenGradients(nn.Module):
         """Chain all layers, so that backward runs from the last to the first."""
         for index, place in enumerate(self._used):
             token = _Layer.apply(token, self.weights[place], self, index)  # type: ignore[no-untyped-call]
+        return token
+
+    def units(self) -> nn.Sequential:
+        """The layers as modules of 25 MiB, which FSDP2 shards; there are no idle parameters."""
+        ends = [*accumulate(weight.nbytes for weight in self.weights)]
+        units = groupby(range(len(ends)), lambda layer: ends[layer] // UNIT)
+        return nn.Sequential(*(_Unit(self, [*layers]) for _, layers in units))
+
+
+class _Unit(nn.Module):
+    """Consecutive layers of a module, whose weights FSDP2 may replace."""
+
+    def __init__(self, module: GivenGradients, layers: Sequence[int]) -> None:
+        super().__init__()
+        self._of = module, layers  # in a tuple: it is no submodule
+        self.weights = nn.ParameterList(module.weights[layer] for layer in layers)
+
+    def forward(self, token: Tensor) -> Tensor:
+        module, layers = self._of
+        for weight, layer in zip(self.weights, layers, strict=True):
+            token = _Layer.apply(token, weight, module, layer)  # type: ignore[no-untyped-call]
         return token
 
 

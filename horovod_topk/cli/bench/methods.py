@@ -1,4 +1,4 @@
-"""Methods to compare: exchanges of Horovod and torch DDP, and any compressor and settings."""
+"""Methods to compare: exchanges of Horovod, torch DDP and FSDP2, any compressor and settings."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ KINDS = {
     "ddp-none": "torch DDP, no exchange: copies into its buckets alone",
     "ddp-fp16": "torch DDP, fp16",
     "powersgd": "torch DDP, PowerSGD rank 4",
+    "fsdp": "FSDP2, HSDP in float32",
+    "fsdp-none": "FSDP2, no exchange between nodes",
+    "fsdp-bf16": "FSDP2, HSDP in bfloat16",
     TOPK: "TopKEF",
 }  # by the names on the command line
 HOROVODS = {DENSE: "none", "dense-waiting": "none", "fp16": "fp16"}  # its own compression
 DDP_KINDS = ("ddp", "ddp-none", "ddp-fp16", "powersgd")
+FSDP, FSDP_NONE, FSDP_BF16 = FSDP_KINDS = ("fsdp", "fsdp-none", "fsdp-bf16")
 DEFAULT = "dense,fp16,ddp,powersgd,topk,topk-int8,topk-int8-sharded"
 DEFAULT_OF_TORCHRUN = "ddp,ddp-fp16,powersgd,topk,topk-int8,topk-int8-sharded"
 DEFAULT_OF_SCRIPT = "dense,fp16,topk,topk-int8,topk-int8-sharded"
@@ -51,8 +55,11 @@ UNFIT = (
     "follow_lr",
 )
 SETTINGS = tuple(name for name in settings_of(TopK) if name not in UNFIT)
-OVER_DDP = "ddp+"  # prefix of a compressor that is used with horovod_topk.ddp
-LOCALLY = "local+"  # prefix of a compressor of LocalSteps, with an outer step after each step
+PREFIXES: Mapping[str, Mapping[str, Any]] = {  # of a compressor, and what they change
+    "ddp+": {"adapter": "ddp"},
+    "fsdp+": {"adapter": "fsdp"},
+    "local+": {"is_local": True},  # LocalSteps, with an outer step after each step
+}
 # Time the steps that follow a warm-up; no guard ends compression.
 STEADY: Mapping[str, Any] = {"warmup": None, "guard": None}
 OPTIMIZERS_OWN = 0.9  # the momentum of an optimizer whose steps a compressor adapts
@@ -66,7 +73,7 @@ class Method:
     kind: str  # one of KINDS, or OTHER
     settings: Mapping[str, object] = field(default_factory=dict)  # settings of the compressor
     compressor: str = "TopKEF"  # one of METHODS
-    adapter: str = "torch"  # adapter of the compressor: "torch" (Horovod's optimizer) or "ddp"
+    adapter: str = "torch"  # of the compressor: "torch" (Horovod's optimizer), "ddp" or "fsdp"
     is_local: bool = False  # whether it exchanges movements of weights, in LocalSteps
 
     def __post_init__(self) -> None:
@@ -78,12 +85,17 @@ class Method:
         what = KINDS.get(self.kind, self.compressor)
         if self.is_local:
             return f"{what}, LocalSteps: with an outer step after each step"
-        return what if self.adapter == "torch" else f"torch DDP, {what}"
+        return {"torch": "", "ddp": "torch DDP, ", "fsdp": "FSDP2, "}[self.adapter] + what
 
     @property
     def is_ddp(self) -> bool:
         """Whether DistributedDataParallel exchanges its gradients."""
         return (self.adapter == "ddp" and not self.is_local) or self.kind in DDP_KINDS
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP2 shards its gradients within nodes."""
+        return self.adapter == "fsdp" or self.kind in FSDP_KINDS
 
     @property
     def own_momentum(self) -> float:
@@ -130,17 +142,16 @@ def _names(text: str) -> Iterator[str]:
 def method_of(name: str) -> Method:
     """Parse one of KINDS, topk-WORD-WORD, topk:SETTING=VALUE,..., or a compressor in Python.
 
-    With the prefix OVER_DDP, a compressor is used with DistributedDataParallel; with LOCALLY, in
-    LocalSteps.
+    With one of PREFIXES, a compressor is used with DistributedDataParallel, FSDP2 or LocalSteps.
 
     Raises:
         ValueError: it is none of these; TopKError: the compressor does not accept a setting.
     """
-    for prefix, changes in ((OVER_DDP, {"adapter": "ddp"}), (LOCALLY, {"is_local": True})):
+    for prefix, changes in PREFIXES.items():
         inner = name.removeprefix(prefix)
         if inner != name:
             method = method_of(inner)
-            if method.kind not in (TOPK, OTHER):
+            if method.kind not in (TOPK, OTHER) or method.is_fsdp:
                 raise ValueError(
                     f"--methods: {inner!r} in {name!r} is no compressor of this package"
                 )

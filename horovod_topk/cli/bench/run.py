@@ -19,7 +19,15 @@ from horovod_topk.cli.bench import nic
 from horovod_topk.cli.bench.figures import Result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.measure import Taken, race
-from horovod_topk.cli.bench.methods import DDP_KINDS, NONE, OTHER, TOPK, Method
+from horovod_topk.cli.bench.methods import (
+    DDP_KINDS,
+    FSDP_KINDS,
+    FSDP_NONE,
+    NONE,
+    OTHER,
+    TOPK,
+    Method,
+)
 from horovod_topk.cli.bench.picture import check_comparable, draw
 from horovod_topk.cli.bench.ranks import HorovodRanks, Ranks, TorchRanks
 from horovod_topk.cli.bench.runners import build
@@ -68,7 +76,10 @@ def main(
     if ranks.size < 2:
         raise ValueError(f"1 rank exchanges nothing: {CURE}")
     check_comparable([*beside, _asked(args, ranks)])
-    everyone = [Method(NONE, NONE), *methods]
+    check_nodes(methods, ranks)
+    bases = [NONE, FSDP_NONE] if any(method.is_fsdp for method in methods) else [NONE]
+    others = (method for method in methods if method.name not in bases)
+    everyone = [*(Method(name, name) for name in bases), *others]
     alone = ranks.size == ranks.local_size  # on one host, so that no packets leave a card
     interface = nic.interface_named(args.interface, alone=alone)
     counted = None if alone else interface
@@ -95,19 +106,39 @@ def _ranks(methods: Sequence[Method]) -> Ranks:
 
 
 def over_ddp(method: Method) -> Method:
-    """The same method with torch DDP, for ranks that torchrun has started.
+    """The same method with torch DDP or FSDP2, for ranks that torchrun has started.
 
     Raises:
         ValueError: it is one of Horovod's.
     """
+    if method.is_ddp or method.is_fsdp:
+        return method
     if method.kind in (TOPK, OTHER):
         return replace(method, adapter="ddp")
-    if method.is_ddp:
-        return method
     raise ValueError(
         f"--methods: {method.name} is Horovod's, and torchrun started these ranks. Give "
-        f"--methods of {', '.join(DDP_KINDS)} and compressors, or start them with horovodrun"
+        f"--methods of {', '.join(DDP_KINDS + FSDP_KINDS)} and compressors, or start them with "
+        "horovodrun"
     )
+
+
+def nodes_of(ranks: Ranks) -> int:
+    """The nodes within which FSDP2 shards: hosts, or the two halves of one host's ranks."""
+    return max(2, ranks.hosts)
+
+
+def check_nodes(methods: Sequence[Method], ranks: Ranks) -> None:
+    """Refuse FSDP2 where nodes differ in their number of ranks.
+
+    Raises:
+        ValueError: they do.
+    """
+    fsdp = next((method.name for method in methods if method.is_fsdp), None)
+    if fsdp is not None and ranks.size % (nodes := nodes_of(ranks)):
+        raise ValueError(
+            f"--methods: {fsdp} shards within {nodes} nodes of equally many ranks, and there are "
+            f"{ranks.size} ranks. Start a multiple of {nodes}"
+        )
 
 
 def process_sets(methods: Sequence[Method]) -> str | None:
@@ -127,13 +158,13 @@ def _of_shapes(
     """Measure steps with given gradients."""
     shared = Weights.of(specs, ranks.rank)
     with contextlib.ExitStack() as stack:
-        if by_torchrun() or any(method.is_ddp for method in methods):
+        if by_torchrun() or any(method.is_ddp or method.is_fsdp for method in methods):
             stack.enter_context(ranks.process_group(interface))
         runners = {}
         for ordinal, method in enumerate(methods):
             model = GivenGradients(shared, ranks.rank, args.compute, args.idle_parameters)
             optimizer = optimizer_of(args.optimizer)
-            runners[method.name] = build(method, model, ordinal, optimizer)
+            runners[method.name] = build(method, model, ordinal, optimizer, nodes_of(ranks))
         taken = race(ranks, runners, args.rounds, counted)
         runners.clear()
         gc.collect()  # delete DDP's objects before their process group

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk.cli.bench.gradients import GivenGradients
-from horovod_topk.cli.bench.methods import HOROVODS, NONE, STEADY, Method
+from horovod_topk.cli.bench.methods import FSDP, FSDP_BF16, HOROVODS, NONE, STEADY, Method
 from horovod_topk.cli.options import ADAM, SGD
 
 LEARNING_RATE = 1e-9  # weights nearly stay the same with any gradients
@@ -39,7 +41,7 @@ class Runner:
     """One method, with its own model and optimizer."""
 
     model: GivenGradients
-    forward: nn.Module  # the model, or DDP around it
+    forward: nn.Module  # the model, DDP around it, or its units for FSDP2
     optimizer: Any
     warm_up: int = WARM_UP
     before_step: Callable[[], None] = _nothing
@@ -57,7 +59,11 @@ class Runner:
 
 
 def build(
-    method: Method, model: GivenGradients, ordinal: int, optimizer: str | None = SGD
+    method: Method,
+    model: GivenGradients,
+    ordinal: int,
+    optimizer: str | None = SGD,
+    nodes: int = 2,
 ) -> Runner:
     """Make the runner of a method.
 
@@ -66,13 +72,11 @@ def build(
         model: the runner's model.
         ordinal: number of the runner, for unique names of collectives.
         optimizer: the optimizer, as `options.optimizer_of` returns it; None: SGD without momentum.
+        nodes: number of nodes within which FSDP2 shards.
     """
-    plain: torch.optim.Optimizer
-    if optimizer == ADAM:
-        plain = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    else:
-        own = method.own_momentum if optimizer == SGD else 0.0
-        plain = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=own)
+    if method.is_fsdp:
+        return _over_fsdp(method, model, optimizer, nodes)
+    plain = _plain(method, model, optimizer)
     if method.kind == NONE:
         return Runner(model, model, plain)
     if method.is_local:
@@ -80,6 +84,30 @@ def build(
     if method.is_ddp:
         return _over_ddp(method, model, plain)
     return _over_horovod(method, model, plain, f"bench.{ordinal}")
+
+
+def _plain(method: Method, trained: nn.Module, optimizer: str | None) -> torch.optim.Optimizer:
+    if optimizer == ADAM:
+        return torch.optim.AdamW(trained.parameters(), lr=LEARNING_RATE)
+    own = method.own_momentum if optimizer == SGD else 0.0
+    return torch.optim.SGD(trained.parameters(), lr=LEARNING_RATE, momentum=own)
+
+
+def _over_fsdp(method: Method, model: GivenGradients, optimizer: str | None, nodes: int) -> Runner:
+    """FSDP2 within nodes, and between them its own allreduce, a compressor or nothing."""
+    fsdp = importlib.import_module("torch.distributed.fsdp")  # takes a second
+    shape = nodes, dist.get_world_size() // nodes
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    reduced = torch.bfloat16 if method.kind == FSDP_BF16 else None
+    policy = fsdp.MixedPrecisionPolicy(reduce_dtype=reduced)
+    own = mesh if method.kind in (FSDP, FSDP_BF16) else mesh["shard"]
+    units = model.units()
+    for each in (*units, units):
+        fsdp.fully_shard(each, mesh=own, mp_policy=policy)
+    plain = _plain(method, units, optimizer)
+    if method.adapter == "fsdp":
+        compressor(method).attach(units, plain, between=mesh["replicate"])
+    return Runner(model, units, plain, FILLED)
 
 
 def _over_ddp(method: Method, model: GivenGradients, plain: torch.optim.Optimizer) -> Runner:

@@ -88,7 +88,7 @@ def check(methods: Sequence[Method]) -> None:
         ValueError: a method is not a compression of Horovod's optimizer.
     """
     for method in methods:
-        if method.is_ddp or method.kind not in KINDS:
+        if method.adapter != "torch" or method.kind not in KINDS:
             raise ValueError(
                 f"--script: {method.name} is no compression of hvd.DistributedOptimizer. "
                 f"Give --methods of {', '.join(KINDS)}"

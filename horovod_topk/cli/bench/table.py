@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from horovod_topk.cli.bench.figures import Figures, Result, dense_of, figures
-from horovod_topk.cli.bench.methods import KINDS, NONE, TOPK
+from horovod_topk.cli.bench.methods import FSDP_NONE, KINDS, NONE, TOPK
 from horovod_topk.cli.lines import WIDTH
 from horovod_topk.cli.options import with_optimizer
 from horovod_topk.cost.quantities import count, rate
@@ -43,8 +43,8 @@ def verdict(result: Result) -> str:
     """A sentence about the first compressor of this package beside dense."""
     found = figures(result)
     kinds = {*KINDS} - {TOPK}
-    dense, ours = dense_of(found), next((each for each in found if each not in kinds), None)
-    factor = found[ours].faster(dense) if ours is not None else None
+    ours = next((each for each in found if each not in kinds), None)
+    factor = None if ours is None else found[ours].faster(dense_of(found, ours))
     if result["hosts"] == 1:
         claim = "verdict: none. All ranks share one host, and loopback is no network"
         if factor is not None:
@@ -59,8 +59,8 @@ def verdict(result: Result) -> str:
 def rows_of(result: Result) -> Iterator[tuple[str, ...]]:
     """The rows of all methods, the step without exchange first."""
     found = figures(result)
-    dense = dense_of(found)
     for each in found.values():
+        dense = dense_of(found, each.name)
         yield each.name, f"{each.step:.3f}", *_exchange(each), *_bytes(each, dense)
 
 
@@ -90,6 +90,12 @@ def notes(result: Result) -> Iterator[str]:
         f"Medians of {rounds} rounds, of the slowest rank; exchange: beyond the step without one "
         "in the same round; CPU: a rank's seconds of a core beyond it."
     )
+    if any(method["name"] == FSDP_NONE for method in result["methods"]):
+        nodes = "the two halves of the ranks" if result["hosts"] == 1 else "each host"
+        yield (
+            f"FSDP2 shards within {nodes}. Its rows are beyond {FSDP_NONE}, which sends nothing "
+            "between them, and faster and fewer than fsdp."
+        )
     if result["hosts"] == 1:
         yield "No bytes: ranks share one host, so that nothing leaves a card."
     elif result["counter"] is None:

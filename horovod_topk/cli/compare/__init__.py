@@ -70,7 +70,7 @@ OPTIONS: Options = {
     },
     "--jobs": {"type": whole(), "help": "processes that train simulated ranks (default: 1)"},
     "--mpi": {**FLAG, "help": "run over MPI and not over Gloo"},
-    "--torchrun": {**FLAG, "help": "run a script with DDP by torchrun"},
+    "--torchrun": {**FLAG, "help": "run a script with DDP or FSDP2 by torchrun"},
     "--limit": {
         "type": number(),
         "metavar": "SECONDS",

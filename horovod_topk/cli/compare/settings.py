@@ -45,7 +45,7 @@ class CompareSettings:
         ranks: number of processes.
         hosts: hosts for horovodrun, "host1:1,host2:1"; None: this host.
         network: bandwidth of emulated links, one host for each rank, such as "100mbit"; None: off.
-        controller: controller of horovodrun, "gloo" or "mpi"; or "torchrun", for scripts with DDP.
+        controller: controller of horovodrun, "gloo" or "mpi"; or "torchrun", for DDP and FSDP2.
         limit_seconds: a run that takes longer is ended.
         metric: the metric, "accuracy" or "score:higher"; None: the only one that is reported.
         target: quality to reach; None: the worse final quality of a seed's dense runs.

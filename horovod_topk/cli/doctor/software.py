@@ -35,7 +35,8 @@ def findings(build: Build | None) -> Iterator[Finding]:
         yield controllers(build)
         yield nccl(build, gpu=_sees_gpu())
     yield framework("PyTorch", version("torch"), "torch", "HOROVOD_WITH_PYTORCH", build)
-    yield data_parallel(_backends())
+    yield data_parallel(backends := _backends())
+    yield fsdp2(backends)
     found = version(*TENSORFLOW, module="tensorflow")
     yield framework("TensorFlow", found, "tensorflow", "HOROVOD_WITH_TENSORFLOW", build)
     legacy = os.environ.get("TF_USE_LEGACY_KERAS", "0") in ("1", "true", "True")
@@ -117,6 +118,30 @@ def data_parallel(backends: Sequence[str] | None) -> Finding:
     if backends is None:
         return Finding("torch DDP", "not available")
     return Finding("torch DDP", f"horovod_topk.ddp, over {', '.join(backends)}")
+
+
+def fsdp2(backends: Sequence[str] | None) -> Finding:
+    """Report whether FSDP2 shards a model here, over a mesh of this process alone, with Gloo.
+
+    backends: as for `data_parallel`.
+    """
+    if "gloo" not in (backends or ()):
+        return Finding("FSDP2", "not available")
+    fully_shard = getattr(imported("torch.distributed.fsdp"), "fully_shard", None)
+    if fully_shard is None:
+        return Finding("FSDP2", "this PyTorch has no fully_shard", "pip install 'torch>=2.6'")
+    torch, dist = map(importlib.import_module, ("torch", "torch.distributed"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(torch.nn.Linear(2, 2), mesh=mesh["shard"])
+        model(torch.ones(1, 2)).sum().backward()
+    except Exception as error:
+        cure = "run docs/start.md's example of FSDP2, which says more; try another PyTorch"
+        return Finding("FSDP2", f"fails: {str(error).splitlines()[0]}", cure)
+    finally:
+        dist.destroy_process_group()
+    return Finding("FSDP2", "horovod_topk.fsdp, over a mesh with gloo")
 
 
 def keras(found: str | None, legacy_found: str | None, *, legacy: bool) -> Finding:
