@@ -4,10 +4,12 @@
     sudo scripts/netlab --hosts 2 --slots 2 --rate 1gbit -- scripts/benchmarks/fsdp.py 1gbit
 
 starts two ranks on each emulated host, and keeps the seconds of every step in
-docs/results/fsdp.json, under the name of the rate. `python scripts/page.py fsdp` writes the page.
-All variants take turns in every round. The model is a stack of linear units of 25 million
-parameters in all; a batch of one row keeps compute small. What a variant takes more than one
-without a hop is what the hop adds to a step.
+docs/results/fsdp.json, by model and rate. `python scripts/page.py fsdp` writes the page. All
+variants take turns in every round. What a variant takes more than one without a hop is what the hop
+adds to a step.
+
+With `--model linear` a batch of one row keeps compute small; `--model resnet50` computes nothing,
+as its backward returns given gradients of a ResNet-50's shapes.
 
 The authors' bias: they want compression to win.
 """
@@ -28,6 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/results/fsdp.json"
 PORT, RANKS = 29555, 2  # of a host
 WIDTH, UNITS = 1024, 24
+MODELS = {
+    "linear": f"{UNITS} linear units, {UNITS * WIDTH * (WIDTH + 1) / 1e6:.0f} million parameters",
+    "resnet50": "The gradients of a ResNet-50, in units of 25 MiB",
+}
 NONE, DENSE = "no hop", "HSDP, float32"
 
 
@@ -49,17 +55,41 @@ def launch(arguments: list[str]) -> int:
         other.wait(timeout=60)
 
 
-def variants(mesh: Any) -> dict[str, Callable[[], Any]]:
+def model_of(name: str) -> Callable[[], tuple[Any, Any, Callable[[], object]]]:
+    """Return a function that makes a model of units, its batch, and what draws its gradients."""
+    import torch
+    from torch import distributed as dist
+    from torch import nn
+
+    from horovod_topk.cli.bench.gradients import GivenGradients, Weights
+    from horovod_topk.cli.models import specs_of
+
+    def linear() -> tuple[Any, Any, Callable[[], object]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+        return model, torch.randn(1, WIDTH), lambda: None
+
+    def given() -> tuple[Any, Any, Callable[[], object]]:
+        module = GivenGradients(shared, dist.get_rank(), None, 0)
+        return module.units(), torch.zeros(1, requires_grad=True), module.draw
+
+    if name == "linear":
+        return linear
+    shared = Weights.of(specs_of(name), dist.get_rank())
+    return given
+
+
+def variants(mesh: Any, name: str) -> dict[str, Callable[[], Any]]:
     """Return, by the name of each variant, a function that builds its model and its step."""
     import torch
-    from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from horovod_topk.fsdp import TopKEF
 
+    make = model_of(name)
+
     def made(own: Any, compressor: Any = None, kind: str = "float32") -> Callable[[], None]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+        model, batch, draw = make()
         policy = MixedPrecisionPolicy(reduce_dtype=getattr(torch, kind))
         for unit in model:
             fully_shard(unit, mesh=own, mp_policy=policy)
@@ -67,9 +97,9 @@ def variants(mesh: Any) -> dict[str, Callable[[], Any]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if compressor is not None:
             compressor.attach(model, optimizer, between=mesh["between"])
-        batch = torch.randn(1, WIDTH)
 
         def step() -> None:
+            draw()
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
@@ -86,7 +116,7 @@ def variants(mesh: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
+def measure(name: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of each variant's steps on the slowest rank."""
     import torch
     from torch import distributed as dist
@@ -96,7 +126,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     names = "between", "within"
     mesh = init_device_mesh("cpu", (dist.get_world_size() // RANKS, RANKS), mesh_dim_names=names)
-    steps = {name: make() for name, make in variants(mesh).items()}
+    steps = {name: make() for name, make in variants(mesh, name).items()}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for each in range(rounds + 1):  # the first one allocates
         for name, step in steps.items():
@@ -113,8 +143,15 @@ def measure(rounds: int) -> dict[str, list[float]]:
     return found if rank == 0 else {}
 
 
-def values(stored: Mapping[str, Mapping[str, list[float]]]) -> dict[str, str]:
-    """The page's table: a row for each variant, columns for each rate."""
+def values(stored: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> dict[str, str]:
+    """The page's tables, one for each model."""
+    rounds = {str(len(t)) for rates in stored.values() for e in rates.values() for t in e.values()}
+    tables = (f"{MODELS[model]}:\n\n{table(rates)}" for model, rates in stored.items())
+    return {"tables": "\n\n".join(tables), "rounds": " and ".join(sorted(rounds))}
+
+
+def table(stored: Mapping[str, Mapping[str, list[float]]]) -> str:
+    """A row for each variant, columns for each rate."""
     head = ["", *(f"{rate}, {each}" for rate in stored for each in ("step", "the hop adds"))]
     lines = [head, ["---"] * len(head)]
     for name in next(iter(stored.values())):
@@ -123,9 +160,7 @@ def values(stored: Mapping[str, Mapping[str, list[float]]]) -> dict[str, str]:
             median, base = (statistics.median(taken[each]) for each in (name, NONE))
             row += [f"{median:.2f} s", f"{median - base:+.2f} s"]
         lines.append(row)
-    rounds = {str(len(taken)) for each in stored.values() for taken in each.values()}
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return {"table": table, "rounds": " and ".join(sorted(rounds))}
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> int:
@@ -134,15 +169,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("rate", help="name of the rate that scripts/netlab was given")
+    parser.add_argument("--model", choices=MODELS, default="linear")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not args.rank:
         return launch(sys.argv[1:])
-    if found := measure(args.rounds):
+    if found := measure(args.model, args.rounds):
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps(known | {args.rate: found}, indent=1) + "\n")
-        print(values({args.rate: found})["table"])
+        known[args.model] = known.get(args.model, {}) | {args.rate: found}
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+        print(table({args.rate: found}))
     return 0
 
 
