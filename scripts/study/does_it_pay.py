@@ -7,13 +7,12 @@ seconds of such a step on hosts with links of some rate. Their product is joined
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from benchmarks.does_it_pay import (
     TOPK,
 )
 from horovod_topk.cli.canvas import panels
+from horovod_topk.cli.compare.records import Record
 from horovod_topk.cli.compare.uncertainty import BETTER, WORSE
 from horovod_topk.cli.compare.verdict import judge
 from horovod_topk.cli.models import specs_of
@@ -83,28 +83,33 @@ class Joined:
     """One case of the study with the seconds of its steps."""
 
     study: Study
-    title: str
+    pattern: str  # of the titles of its cases, which differ in the learning rate
     jobs: Mapping[str, Any]
+
+    @cached_property
+    def best(self) -> dict[str, tuple[float, Record]]:
+        """The learning rate and the run with the least loss at the end, of each method."""
+        found: dict[str, tuple[float, Record]] = {}
+        for case in chain(*map(self.study.cases.__getitem__, self.study.titles(self.pattern))):
+            for name, runs in case.runs.items():
+                for run in runs.values():
+                    if name not in found or _last(run) < _last(found[name][1]):
+                        found[name] = case.settings.options["lr"], run
+        return {name: found[name] for name in sorted(found, key=[DENSE, *STYLES, *found].index)}
 
     @cached_property
     def curves(self) -> dict[str, Points]:
         """The losses of every method that has been run. Without a run 16 bits have dense's."""
-        found = {DENSE: self.study.dense(self.title)}
-        found |= {name: row.runs for name, row in self.study.rows(self.title).items()}
-        metric = self.study.found(self.title).metric.name
-        curves = {
-            name: [(p.step, p.metrics[metric]) for p in next(iter(runs.values())).points]
-            for name, runs in found.items()
-            if runs
+        curves: dict[str, Points] = {
+            name: [(p.step, p.metrics[METRIC]) for p in run.points]
+            for name, (_, run) in self.best.items()
         }
         return {DENSE: curves[DENSE], BFLOAT16: curves[DENSE], **curves}
 
     def sent(self, name: str) -> float:
         """Return the bytes that a rank sends in a step, on average over the run."""
-        if name in (DENSE, BFLOAT16):
-            whole = next(iter(self.study.dense(self.title).values())).sent_bytes or math.nan
-            return whole / (1 if name == DENSE else 2)
-        return self.study.rows(self.title)[name].sent_bytes
+        run = self.best[DENSE if name == BFLOAT16 else name][1]
+        return (run.sent_bytes or math.nan) / (2 if name == BFLOAT16 else 1)
 
     def seconds(self, rate: str, name: str) -> float:
         """Return the seconds of a step; for 16 bits those of the faster of two methods."""
@@ -157,6 +162,11 @@ class Joined:
         return found
 
 
+def _last(run: Record) -> float:
+    loss = end(METRIC, run)
+    return math.inf if loss is None else loss
+
+
 def reached(points: Points, target: float) -> float:
     """Return the steps after which a loss is first as low as the target; infinity: never.
 
@@ -194,15 +204,16 @@ def target_table(joined: Joined, share: float = 1.0) -> str:
     needed = {name: reached(points, target) for name, points in curves.items()}
     rows = []
     for name, points in curves.items():
-        steps, row = needed[name], [LABELS.get(name, name), f"{points[-1][1]:.3f}", "-", "-"]
+        steps, learning_rate = needed[name], joined.best.get(name, joined.best[DENSE])[0]
+        row = [LABELS.get(name, name), f"{learning_rate:g}", f"{points[-1][1]:.3f}", "-", "-"]
         if math.isfinite(steps):
-            row[2:] = f"{steps:.0f}", f"{joined.gigabytes(name, steps):.2f}"
+            row[3:] = f"{steps:.0f}", f"{joined.gigabytes(name, steps):.2f}"
         for rate in ("100mbit", "1gbit"):
             taken = joined.time(rate, name, steps)
             beside = times(joined.time(rate, BFLOAT16, needed[BFLOAT16]), taken)
             row.append(f"{duration(taken)} ({beside})")
         rows.append(row)
-    head = ["", "loss at the end", "steps", "GB a rank", "100 Mbit/s", "1 Gbit/s"]
+    head = ["", "rate", "loss at the end", "steps", "GB a rank", "100 Mbit/s", "1 Gbit/s"]
     return table(head, rows)
 
 
@@ -219,7 +230,7 @@ def step_table(joined: Joined) -> str:
     """Tabulate the seconds of a step, for each variant and rate."""
     jobs = {rate: joined.jobs[rate]["variants"] for rate in RATES if rate in joined.jobs}
     rows = []
-    for name in dict.fromkeys(itertools.chain(*jobs.values())):
+    for name in dict.fromkeys(chain(*jobs.values())):
         found = (variants.get(name) for variants in jobs.values())
         rows.append(
             [name, *("-" if it is None else benchmark.ranged(it["seconds"]) for it in found)]
@@ -243,18 +254,17 @@ def picture(joined: Joined) -> str:
 def other_rates(study: Study) -> str:
     """Tabulate the last losses of dense and TopKEF, for each learning rate."""
     rows = []
-    for title in filter(study.cases.get, study.titles("*byte GPT*")):
-        found = [study.dense(title), *(row.runs for row in study.rows(title).values())][:2]
-        ends = [f"{end(METRIC, next(iter(runs.values()))):.3f}" if runs else "-" for runs in found]
-        ends += ["not run"] * (2 - len(ends))
-        rows.append([f"{study.found(title).settings.options['lr']:g}", *ends])
+    for case in chain(*map(study.cases.__getitem__, study.titles("*byte GPT*"))):
+        found = (next(iter(case.runs.get(name, {}).values()), None) for name in (DENSE, TOPK))
+        ends = ["not run" if run is None else f"{_last(run):.3f}" for run in found]
+        rows.append([f"{case.settings.options['lr']:g}", *ends])
     return table(["learning rate", "dense", "TopKEF"], rows)
 
 
 def join_error(joined: Joined) -> dict[str, Any]:
     """Compare the run on emulated hosts with the joined curve: all losses, and its time."""
     points = joined.jobs["whole"]["points"]
-    simulated = dict(joined.curves[TOPK])
+    simulated = dict(replace(joined, pattern="byte GPT*").curves[TOPK])  # at its learning rate
     losses = [abs(p["bits_per_byte"] / simulated[p["step"]] - 1) for p in points]
     steps, seconds = points[-1]["step"], points[-1]["seconds"]
     return {
@@ -358,7 +368,7 @@ def use_table(results: Mapping[str, Any]) -> str:
     for label, (least, most) in groups.items():
         row = [label]
         for run in results["runs"].values():
-            each = zip(*(itertools.chain(*run[key]) for key in USE), strict=True)
+            each = zip(*(chain(*run[key]) for key in USE), strict=True)
             found = [rest / size for used, size, rest in each if least < used <= most]
             row.append(f"{statistics.median(found):.1f} ({len(found)})" if found else "none")
         rows.append(row)
@@ -418,7 +428,7 @@ def read(name: str) -> tuple[Study, Mapping[str, Any]]:
 
 def joined_of(results: tuple[Study, Mapping[str, Any]]) -> Joined:
     """Return the runs of the byte GPT with the seconds of their steps."""
-    return Joined(results[0], "byte GPT*", results[1])
+    return Joined(results[0], "*byte GPT*", results[1])
 
 
 def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
