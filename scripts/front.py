@@ -59,23 +59,22 @@ def values(results: dict[str, Any]) -> Values:
     }
 
 
-def _fewer(exchange: str, ranks: str, device: str) -> str:
+def _fewer(exchange: str, ranks: str) -> str:
     """Return how many times fewer bytes than dense a rank sends of a ResNet-50's gradients."""
     ways = Ranks(exchange, nodes_of(int(ranks), 1))
-    specs = specs_of(MODEL, device)
-    dense = ring_allreduce_bytes(4 * elements(specs), int(ranks))
-    return f"{dense / ways.busiest(_plan(device)).sent_bytes:.0f}"
+    dense = ring_allreduce_bytes(4 * elements(specs_of(MODEL)), int(ranks))
+    return f"{dense / ways.busiest(_plan()).sent_bytes:.0f}"
 
 
 def _state(residuals: str) -> str:
     """Return the bytes of a rank's state with SGD, for each parameter."""
-    plan = _plan("cpu")
+    plan = _plan()
     numel = sum(tensor.numel for tensor in plan.tensors())
     return f"{sum(planned_bytes(plan, residuals)) / numel:.0f}"
 
 
-def _plan(device: str) -> Plan:
-    return make_plan(specs_of(MODEL, device), TopK(), update_rule=update_rule_of("sgd"))
+def _plan() -> Plan:
+    return make_plan(specs_of(MODEL), TopK(), update_rule=update_rule_of("sgd"))
 
 
 def _picture(results: dict[str, Any], path: Path) -> str:

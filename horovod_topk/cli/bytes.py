@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from horovod_topk.cli.lines import WIDTH, wrapped
 from horovod_topk.cli.models import elements, specs_of
 from horovod_topk.cli.options import (
+    KINDS,
     method_of,
     optimizer_of,
     parse_ratios,
@@ -53,7 +54,7 @@ OPTIONS = shared(
 
 def main(args: argparse.Namespace) -> int:
     """Print the table."""
-    specs = specs_of(args.model, args.device)
+    specs = specs_of(args.model)
     plans = {values: _plan(args, specs, values) for values in VALUES}
     rows = list(table(args, plans))
     others = [_other(args, specs, parse(text)) for text in args.compressor]
@@ -63,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
         f"{elements(specs):,} float32 in {count(len(specs), 'tensor')}, "
         f"{count(args.ranks, 'rank')} on {count(len(nodes.ranks), 'node')}, ratio {args.ratio:g}"
         + "".join(f", {each}" for each in args.ratios)
-        + f", {gradients_on(plans['float32'], args.device)}: bytes a step "
+        + f", gradients on a {KINDS[args.device]}: bytes a step "
         + with_optimizer(optimizer_of(args.optimizer))
     )
     print(wrapped(heading))
@@ -110,13 +111,6 @@ def locally(args: argparse.Namespace, specs: list[TensorSpec], dense: int) -> It
         sent = ranks.busiest(make_plan(specs, config)).sent_bytes
         a_step = sent / args.local_steps
         yield f"{values:<14}{sent:>14,}{a_step:>14,.0f}{dense / a_step:>12,.0f}x"
-
-
-def gradients_on(plan: Plan, device: str) -> str:
-    """The device that gradients are assumed to be on, and the index format that follows."""
-    kinds = {tensor.index for tensor in plan.tensors()} - {None}
-    indices = {"packed" if kind == "packed" else "plain" for kind in kinds} or {"no"}
-    return f"gradients on a {'GPU' if device == 'cuda' else 'CPU'} ({indices.pop()} indices)"
 
 
 def table(

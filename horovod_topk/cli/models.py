@@ -111,24 +111,23 @@ def resnet50_specs() -> list[TensorSpec]:
     return known_specs("resnet50")
 
 
-def known_specs(model: str, device: str = "cpu") -> list[TensorSpec]:
+def known_specs(model: str) -> list[TensorSpec]:
     """float32 gradients of one of `MODELS`, in the order in which backward reaches them."""
     shapes = list(enumerate(MODELS[model]()))
-    return [TensorSpec(str(i), shape, "float32", device) for i, shape in reversed(shapes)]
+    return [TensorSpec(str(i), shape, "float32") for i, shape in reversed(shapes)]
 
 
-def specs_of(model: str, device: str = "cpu") -> list[TensorSpec]:
+def specs_of(model: str) -> list[TensorSpec]:
     """float32 gradients of one of `MODELS`, or of a JSON file: an object from names to shapes.
 
     Args:
         model: a model's name, or a file's path.
-        device: device of the gradients, as in `TensorSpec`; the index format depends on it.
 
     Raises:
         ValueError: it is neither a model nor a valid file.
     """
     if model in MODELS:
-        return known_specs(model, device)
+        return known_specs(model)
     path = _file(model)
     try:
         shapes = json.loads(path.read_text()).items()
@@ -138,9 +137,7 @@ def specs_of(model: str, device: str = "cpu") -> list[TensorSpec]:
         raise ValueError(
             f'--model {model}: it is not a JSON object such as {{"weight": [3, 4]}}'
         ) from error
-    specs = [
-        TensorSpec(name, _shape(model, name, shape), "float32", device) for name, shape in shapes
-    ]
+    specs = [TensorSpec(name, _shape(model, name, shape), "float32") for name, shape in shapes]
     if not elements(specs):
         raise ValueError(f"--model {model}: it has no elements. Give at least one non-empty shape")
     return specs

@@ -23,6 +23,7 @@ MOST_RANKS = 16_384  # more than the largest jobs have
 MOST_LOCAL = 128  # ranks of a node
 SGD, ADAM = "sgd", "adam"
 OPTIMIZERS = {SGD: "SGD with momentum", ADAM: "Adam or AdamW"}  # those whose steps TopKEF adapts
+KINDS = dict(zip(DEVICES, ("CPU", "GPU"), strict=True))  # values of `--device`, as texts
 PLAIN = "none"  # value of `--optimizer` for plain error feedback
 
 _OPTION = re.compile(r"--[a-z][a-z-]*")
@@ -142,8 +143,8 @@ SHARED: Options = {
     "--device": {
         "choices": DEVICES,
         "default": "cpu",
-        "help": "where the gradients are; it decides the format of indices: packed on a CPU, plain "
-        "(16 or 32 bits each) on a GPU (default: %(default)s)",
+        "help": "where the gradients are; payloads have the same bytes on both "
+        "(default: %(default)s)",
     },
     "--ranks": {
         "type": whole(2, MOST_RANKS, below="; one rank exchanges nothing"),

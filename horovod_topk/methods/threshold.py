@@ -86,7 +86,7 @@ class Threshold(Codec):
     relative: bool = True  # whether `threshold` is a multiple of the tensor's root mean square
     max_ratio: float = 0.05  # largest share of each tensor's elements sent a step, in (0, 1]
     values: str = AUTO  # format of values; the rounding error stays in the residual
-    indices: str = "auto"  # format of indices; "auto": plain on accelerators, else packed
+    indices: str = "auto"  # format of indices; "auto": packed
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", _checked(self.threshold))

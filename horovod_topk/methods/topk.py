@@ -144,8 +144,8 @@ class TopK(Codec):
             stays in the residual. With "sign" it is so large that training may diverge
             (docs/methods.md).
             "auto": "int4", and "float32" at ratio 1. A pair, such as ("int8", "plain"), also has
-            the format of indices: "packed" (compressed), "plain" (16 or 32 bits each), or "auto",
-            which is plain on accelerators and packed elsewhere.
+            the format of indices: "packed" (compressed, as "auto" is), or "plain" (16 or 32 bits
+            each).
         selection: how the largest elements are found: "exact", or "sampled", which estimates a
             threshold from a sample and is faster.
         allocation: "uniform": each tensor has the same ratio. "adaptive": in PyTorch, tensors have
@@ -165,7 +165,7 @@ class TopK(Codec):
 
     ratio: float = 0.02  # share of each tensor's elements that a rank sends a step, in (0, 1]
     values: str = AUTO  # format of values; the rounding error stays in the residual
-    indices: str = "auto"  # format of indices; "auto": plain on accelerators, else packed
+    indices: str = "auto"  # format of indices; "auto": packed
     gather_ratio: float | None = None  # share that owners send back; None: same as `ratio`
     selection: str = "exact"  # how the largest elements are found
     # Which share of the elements each tensor sends; pairs: what training has decided.
@@ -302,10 +302,8 @@ class TopK(Codec):
         return k, index
 
     def _index_kind(self, part: Piece) -> str:
-        """The kind of indices; packed where the kernels support it: the Triton kernels do not."""
-        device = part.spec.device
-        on_host = device == "cpu" or "CPU" in device or not device
-        if self.indices == "packed" or (self.indices == "auto" and on_host):
+        """The kind of indices."""
+        if self.indices != "plain":
             return "packed"
         return "int16" if part.spec.numel <= 2**16 else "int32"
 

@@ -110,10 +110,10 @@ class Bench:
     def check(self) -> None:
         """Each step's payload and residual against the verbs, then the sum of all payloads."""
         arenas, size = self._arenas("cpu"), self.bucket.layout.payload_bytes
-        self.verbs.weigh(self.bucket, [v.cpu() for v in self.squares])
         payload = self.verbs.new_payload(self.bucket).cpu()
         for step, gradients in enumerate(self.steps):
-            self.verbs.encode(arenas, [g.cpu() for g in gradients], payload)
+            squares = [v.cpu() for v in self.squares]
+            self.verbs.encode(arenas, [g.cpu() for g in gradients], payload, None, squares)
             self.encode(step)
             refuse(f"the payload of step {step}", [payload], [self.payload])
             refuse(f"the residual of step {step}", [arenas.candidate], [self.arenas.candidate])
@@ -124,7 +124,6 @@ class Bench:
         self.verbs.decode(self.bucket, self.gathered.cpu(), 1 / self.ranks, expected)
         self.decode()
         refuse("the decoded sum", expected, self.written)
-        self.verbs.weigh(self.bucket, self.squares)
 
     def encode(self, step: int = 0) -> None:
         """By the kernels."""
@@ -185,7 +184,7 @@ class Bench:
 
     def encode_by_verbs(self) -> None:
         """Encode by torch's operations, with the result of `encode`."""
-        self.verbs.encode(self.arenas, self.steps[0], self.payload)
+        self.verbs.encode(self.arenas, self.steps[0], self.payload, None, self.squares)
 
     def decode_by_verbs(self) -> None:
         """Decode by torch's operations, with the result of `decode`."""

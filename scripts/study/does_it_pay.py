@@ -316,7 +316,7 @@ def gpu(added: float) -> Machine:
 @cache
 def on_nodes() -> tuple[Strategy, Strategy]:
     """Return the strategies of GPT-2 on nodes of a GPU each: dense in 16 bits, and TopKEF."""
-    found = strategies_of(specs_of("gpt2", "cuda"), nodes_of(GPUS, 1))
+    found = strategies_of(specs_of("gpt2"), nodes_of(GPUS, 1))
     return found[FLOAT16], found[TOPK]
 
 

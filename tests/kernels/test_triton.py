@@ -31,6 +31,7 @@ from horovod_topk.kernels.triton import unavailable, unsupported
 from horovod_topk.kernels.triton.topk import tables
 from horovod_topk.kernels.triton.topk.tables import COLUMNS, SAMPLED, SEARCHED, Geometry, Tables
 from horovod_topk.methods.topk import VALUES, Entries, TopK
+from horovod_topk.ops import coding
 from horovod_topk.ops.protocol import HEAD
 from horovod_topk.ops.torch import DTYPES, TorchOps
 
@@ -108,11 +109,9 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
     quantised = (*narrow[:2], 8, *narrow[3:])
     assert "kind of values" in str(unsupported(quantised, "cuda:0"))
     for values in VALUES:
-        packed, plain = (
-            recipe_of(5, 5000, values=values, indices=indices) for indices in ("packed", "plain")
-        )
-        assert "packed; indices='plain' are not" in str(unsupported(packed, "cuda:0"))
-        assert unsupported(plain, "cuda:0") is None
+        for indices in ("packed", "plain"):
+            recipe = recipe_of(5, 5000, values=values, indices=indices)
+            assert unsupported(recipe, "cuda:0") is None
     large = (*narrow[:HEAD], 2**31, *narrow[HEAD + 1 :])
     assert "more than" in str(unsupported(large, "cuda:0"))
     monkeypatch.setattr(triton, "version", lambda: "3.2.0")
@@ -126,7 +125,7 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
 def test_tables_cover_every_element_once() -> None:
     bucket = make_plan(
         [TensorSpec(str(i), (n,), "float32") for i, n in enumerate((5, 5000, 0, 512, 40000))],
-        TopK(ratio=0.05, values="float32", indices="plain", min_numel=100),
+        TopK(ratio=0.05, values="float32", min_numel=100),
     ).buckets[0]
     made = Tables(bucket.config.recipe(bucket), SMALL)
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in made.rows]
@@ -138,7 +137,7 @@ def test_tables_cover_every_element_once() -> None:
             ("parcel", SMALL.parcel, made.parcel_owners),
         ):
             elements = row["k"] if piece == "parcel" else row["numel"]
-            pieces = 0 if piece == "run" and not row["width"] else -(-elements // size)
+            pieces = 0 if piece == "run" and not row["coding"] else -(-elements // size)
             assert owners.count(t) == pieces
             if pieces:
                 assert owners.index(t) == row[f"{piece}0"]
@@ -158,26 +157,24 @@ def test_a_difference_of_one_bit_is_noticed() -> None:
 def plan(
     sizes: Sequence[int], kinds: Sequence[str] = ("float32",), min_numel: int = 10, **settings: Any
 ) -> BucketPlan:
-    """One bucket with plain indices; dtypes take turns."""
+    """One bucket; dtypes take turns."""
     specs = [TensorSpec(str(i), (n,), kinds[i % len(kinds)], DEVICE) for i, n in enumerate(sizes)]
     given = {"values": "float32", **settings}
-    config = TopK(min_numel=min_numel, indices="plain", **given)
+    config = TopK(min_numel=min_numel, **given)
     (bucket,) = make_plan(specs, config).buckets
     return bucket
 
 
-def sending(shares: Sequence[tuple[int, int]]) -> BucketPlan:
+def sending(shares: Sequence[tuple[int, int]], kind: str) -> BucketPlan:
     """A bucket of (numel, k) that send indices, whether that pays or not."""
-    entries = sum(k for _, k in shares)
-    body_at = wire.body_at(len(shares))
-    index16_at = -(-(body_at + 4 * entries) // 8) * 8
-    layout = wire.layout(len(shares), index16_at + 2 * entries)
-    tensors, start, sent = [], 0, 0
+    value_at, tensors, start = wire.body_at(len(shares)), list[Entries](), 0
+    index_at = -(-(value_at + 4 * sum(k for _, k in shares)) // 8) * 8
     for i, (numel, k) in enumerate(shares):
         spec = TensorSpec(str(i), (numel,), "float32", DEVICE)
-        value_at, index_at = layout.body_at + 4 * sent, index16_at + 2 * sent
-        tensors.append(Entries(spec, numel, i, 0, start, value_at, False, k, "int16", index_at))
-        start, sent = start + numel, sent + k
+        tensors.append(Entries(spec, numel, i, 0, start, value_at, False, k, kind, index_at))
+        start, value_at = start + numel, value_at + 4 * k
+        index_at += coding.index_bytes(kind, numel, k)
+    layout = wire.layout(len(shares), index_at)
     return BucketPlan(
         0, tuple(tensors), "float32", TopK(values="float32"), "average", layout, (bytes(8),)
     )
@@ -325,11 +322,20 @@ def case_special_values(values: str, numel: int, ratio: float) -> None:
     pair.decode([payload, payload], 0.5, gradients)
 
 
-def case_few_elements_and_nearly_all_of_them() -> None:
-    """k = 1, k = n - 1 and k = n, with ties; a bucket of empty tensors."""
-    pair = Pair(sending([(1, 1), (700, 699), (129, 129), (2, 1), (1025, 1)]))
-    for step in range(2):
+SHARES = (
+    (1, 1), (700, 699), (129, 129), (2, 1), (1025, 1), (3000, 40), (65, 32), (2100, 300), (5, 4),
+)  # fmt: skip
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", ["packed", "int16", "int32"])
+def case_indices_of_any_density(kind: str) -> None:
+    """k = 1, k = n - 1 and k = n; sent elements anywhere, at the beginning, or at the end."""
+    pair = Pair(sending(SHARES, kind))
+    for step in range(3 if kind == "packed" else 1):
         gradients = [g.mul(2).round() for g in pair.gradients(step)]
+        if step:
+            gradients = [g.abs().sort(descending=step == 1).values for g in gradients]
         payload = pair.encode(gradients)
         pair.commit()
     pair.decode([payload] * 3, -0.5, gradients)
@@ -338,9 +344,10 @@ def case_few_elements_and_nearly_all_of_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", ["float32", "int4"])
-def case_large_indices_and_the_default_geometry(values: str) -> None:
-    pair = Pair(plan((70_001, 1030), ratio=0.01, values=values), Geometry(programs=2))
+@pytest.mark.parametrize(("values", "indices"), [("float32", "plain"), ("int4", "packed")])
+def case_large_indices_and_the_default_geometry(values: str, indices: str) -> None:
+    bucket = plan((70_001, 1030), ratio=0.01, values=values, indices=indices)
+    pair = Pair(bucket, Geometry(programs=2))
     for step in range(3):
         gradients = pair.gradients(step)
         payload = pair.encode(gradients)
@@ -457,9 +464,7 @@ def case_gradients_of_any_layout() -> None:
         TensorSpec("b", (40, 30), "float16", DEVICE),
         TensorSpec("c", (64,), "bfloat16", DEVICE),
     ]
-    (bucket,) = make_plan(
-        specs, TopK(ratio=0.05, values="float32", indices="plain", min_numel=10)
-    ).buckets
+    (bucket,) = make_plan(specs, TopK(ratio=0.05, values="float32", min_numel=10)).buckets
     pair = Pair(bucket)
     one = torch.randn(1503, device=DEVICE)[1:-1]
     two = torch.randn(30, 40, device=DEVICE).half().T
@@ -468,17 +473,20 @@ def case_gradients_of_any_layout() -> None:
     pair.decode([payload] * 2, 0.5, [one, two, three])
 
 
-def case_indices_outside_a_tensor_write_nowhere() -> None:
+@pytest.mark.parametrize("indices", ["packed", "plain"])
+def case_indices_outside_a_tensor_write_nowhere(indices: str) -> None:
     """Noise leaves what lies around a gradient alone; one wrong index is dropped, and no other."""
-    bucket = plan((640, 900, 1000), ratio=0.05)  # 640: a block ends with the first tensor
+    bucket = plan((640, 900, 1000), ratio=0.05, indices=indices)  # 640: a block ends with the first
     pair = Pair(bucket, replace(SMALL, programs=1))
     sound = pair.encode(pair.gradients(0))
     noise, wrong, dropped = sound.clone(), sound.clone(), []
     for tensor in bucket.tensors:
-        section = slice(tensor.index_at, tensor.index_at + 2 * tensor.k)
-        noise[section].copy_(torch.randint(256, (2 * tensor.k,)))
-        dropped.append(int(wrong[section].view(torch.int16)[-1]))
-        wrong[section].view(torch.int16)[-1] = tensor.spec.numel
+        size = coding.index_bytes(tensor.index, tensor.spec.numel, tensor.k)
+        section = slice(tensor.index_at, tensor.index_at + size)
+        noise[section].copy_(torch.randint(256, (size,)))
+        if indices == "plain":
+            dropped.append(int(wrong[section].view(torch.int16)[-1]))
+            wrong[section].view(torch.int16)[-1] = tensor.spec.numel
     around = torch.full((3, 4000), 7.0, device=DEVICE)
     gradients = [
         row[1500 : 1500 + t.spec.numel] for row, t in zip(around, bucket.tensors, strict=True)
@@ -489,8 +497,9 @@ def case_indices_outside_a_tensor_write_nowhere() -> None:
     pair.decode([sound] * 2, 1.0, gradients)
     expected = [gradient.clone() for gradient in gradients]
     pair.kernel.decode(torch.cat([wrong] * 2), 1.0, [], gradients)
-    for gradient, one, at in zip(gradients, expected, dropped, strict=True):
-        one[at] = 0.0
+    for position, at in enumerate(dropped):
+        expected[position][at] = 0.0
+    for gradient, one in zip(gradients, expected, strict=True):
         assert_same(gradient, one)
 
 
@@ -499,7 +508,7 @@ POINTERS = {
     "gathered": "u8", "residual": "fp32", "candidate": "fp32", "products": "fp32", "rows": "fp32",
     "histograms": "i16",
 }  # fmt: skip
-NUMBERS = ("tiles", "ranks", "payload_bytes", "flags_at", "runs", "tensors", "crowd")
+NUMBERS = ("tiles", "entries", "ranks", "payload_bytes", "flags_at", "runs", "tensors", "crowd")
 
 
 def compiled(
@@ -537,6 +546,7 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     """Denormals survive, and sums and products are rounded apart: as the verbs have it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from horovod_topk.kernels.triton.topk.gather import gather
+    from horovod_topk.kernels.triton.topk.index_coding import unpack
     from horovod_topk.kernels.triton.topk.narrow import narrow
     from horovod_topk.kernels.triton.topk.pack import pack
     from horovod_topk.kernels.triton.topk.scatter import scatter
@@ -561,5 +571,6 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
         kernels += [compiled(narrow, 16, **chunk, **run, **more), compiled(find_floors, 4)]
     else:
         kernels.append(compiled(scatter, 16, RUN=12 * size.chunk, **run))
+        kernels.append(compiled(unpack, 4, LANES=size.tile))
     for ptx in (each["ptx"] for each in kernels):
         assert ".ftz" not in ptx and "fma." not in ptx and "div.full" not in ptx

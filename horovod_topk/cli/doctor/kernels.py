@@ -113,10 +113,7 @@ def _by_coverage() -> dict[str, list[str]]:
 
 def _other_settings() -> dict[str, bool]:
     """Whether settings beside exchange and values have kernels."""
-    found = {
-        "indices='packed'": all(_served("allgather", TopK(indices="packed"))),
-        "float64 gradients": all(_served("allgather", TopK(), "float64")),
-    }
+    found = {"float64 gradients": all(_served("allgather", TopK(), "float64"))}
     try:
         bucket = importlib.import_module("horovod_topk.kernels.triton.topk.bucket").TritonBucket
     except ImportError:

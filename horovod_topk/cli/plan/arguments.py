@@ -27,7 +27,7 @@ from horovod_topk.cli.options import (
     whole,
     with_optimizer,
 )
-from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.run.substitute import parse
 from horovod_topk.cost.machine import Machine
@@ -182,11 +182,6 @@ class Asked:
         return with_optimizer(None if self.update_rule is None else self.update_rule.name)
 
     @property
-    def plan(self) -> Plan:
-        """The plan of the gradients with these settings."""
-        return make_plan(self.specs, self.config, update_rule=self.update_rule)
-
-    @property
     def default(self) -> str | None:
         """The row that `TopKEF()` without arguments is; None: the options change its selection."""
         usual = TopK()
@@ -229,7 +224,7 @@ def check(args: argparse.Namespace) -> Asked:
         )
     return Asked(
         args,
-        specs=tuple(specs_of(args.model, args.device)),
+        specs=tuple(specs_of(args.model)),
         nodes=nodes_of(args.ranks, args.local_size),
         config=TopK(
             args.ratio,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from horovod_topk.cli.bytes import gradients_on
+from horovod_topk.cli.options import KINDS
 from horovod_topk.cli.plan.arguments import Asked
 from horovod_topk.cost.crossover import Span, written
 from horovod_topk.cost.machine import Machine
@@ -16,7 +16,6 @@ from horovod_topk.cost.step import Step
 from horovod_topk.cost.verdict import Row, Verdict
 
 HEAD = ("exchange", "values", "leave a node", "exchange", "kernels", "step")
-KINDS = {"cpu": "CPU", "cuda": "GPU"}
 OVERLAPPED = ("step", "efficiency", "faster than dense")
 WIDTHS = (-13, -9, 13, 9, 8, 7, 8, 11, 20)  # negative: text, to the left
 
@@ -30,8 +29,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
         f"{asked.args.model}: {elements:,} float32 in {count(len(asked.specs), 'tensor')}, "
         f"{ranks} on {nodes}, ratio {asked.config.ratio:g}"
         + "".join(f", {pattern}={ratio:g}" for pattern, ratio in asked.config.ratios or ())
-        + f", {asked.setting}"
-        + f", {gradients_on(asked.plan, asked.args.device)}"
+        + f", {asked.setting}, gradients on a {KINDS[asked.args.device]}"
     )
     yield (
         f"{milliseconds(asked.training.compute)} ms of compute a step; network "

@@ -64,7 +64,7 @@ OPTIONS: Options = {
         "default": None,
         "help": "gradients' shapes, as for `plan`, of which bytes follow; not with --simulated",
     },
-    **shared("--optimizer", "--device"),
+    **shared("--optimizer"),
     "--runs": {
         "type": whole(1, 100_000),
         "default": RUNS,

@@ -105,7 +105,7 @@ def _real(args: argparse.Namespace, store: Store) -> tuple[list[TensorSpec], Fit
     def train(settings: CompareSettings, cell: Cell, go_on: GoOn) -> Record:
         return run(settings, cell, store.folder, go_on)
 
-    return specs_of(args.model, args.device), fit_to(args.optimizer), train
+    return specs_of(args.model), fit_to(args.optimizer), train
 
 
 def _simulated(settings: CompareSettings) -> tuple[list[TensorSpec], Fit, Train]:

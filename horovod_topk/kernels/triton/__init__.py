@@ -1,10 +1,10 @@
-"""Kernels for GPUs in Triton: a bucket is encoded in a few launches and decoded in one.
+"""Kernels for GPUs in Triton: a bucket is encoded in four launches and decoded in two.
 
 `topk/` has a bucket of Top-K. An encode has four passes, a file each: `stream` adds gradients to
-residuals, `narrow` brackets each tensor's threshold, `scatter` finds it and writes indices, and
-`pack` encodes values. `gather` decodes. Results have the same bits as those of `horovod_topk.ops`,
-except the bits of NaNs. `updates/` has lists of tensors: it adapts the optimizer's steps to the
-exchange.
+residuals, `narrow` brackets each tensor's threshold, `scatter` finds it and the indices, and `pack`
+encodes indices and values. `index_coding` decodes indices, and `gather` all else. Results have the
+same bits as those of `horovod_topk.ops`, except the bits of NaNs. `updates/` has lists of tensors:
+it adapts the optimizer's steps to the exchange.
 
 Importing this package imports neither Triton nor torch; `TritonBucket` is in `.topk.bucket`.
 
@@ -21,7 +21,7 @@ import os
 from collections.abc import Sequence
 from types import ModuleType
 
-from horovod_topk.kernels.triton.topk.tables import AS_IS, FLOAT32, HEAD, INT3, PACKED, SHARE
+from horovod_topk.kernels.triton.topk.tables import AS_IS, FLOAT32, HEAD, INT3, SHARE
 
 OLDEST = 3, 6  # the oldest Triton that compiles the kernels, and launches them as `launching` does
 _FLOAT64 = 8  # bytes
@@ -67,8 +67,6 @@ def _unfit(recipe: Sequence[int]) -> str | None:
         return "its kind of values has no Triton kernel"
     if recipe[6] != 1:
         return "its gradients are split into shards"
-    if PACKED in recipe[HEAD + 3 :: SHARE]:
-        return "its indices are packed; indices='plain' are not"
     if recipe[2] != FLOAT32 and AS_IS in recipe[HEAD + 3 :: SHARE]:
         return "it has float32 values beside others"
     numel = sum(recipe[HEAD::SHARE])

@@ -19,6 +19,7 @@ from horovod_topk.kernels.triton.memory import (
     scratch,
 )
 from horovod_topk.kernels.triton.topk.gather import gather
+from horovod_topk.kernels.triton.topk.index_coding import unpack
 from horovod_topk.kernels.triton.topk.narrow import COUNTS, narrow
 from horovod_topk.kernels.triton.topk.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.topk.pack import pack
@@ -85,8 +86,9 @@ class TritonBucket:
             self._stream(addresses, self._weigh(weighing), residual, candidate, products, chunks)
             runs = self._run_scratch()
             self._narrow(products, payload, chunks, runs)
-            self._scatter(products, payload, runs)
-            self._pack(candidate, payload)
+            indices = self._take("indices", self._tables.entries)
+            self._scatter(products, payload, runs, indices)
+            self._pack(candidate, payload, indices)
 
     def decode(
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
@@ -173,35 +175,48 @@ class TritonBucket:
             LANES=geometry.lanes, SAMPLE=2 * geometry.sample, **SIXTEEN_WARPS,
         )  # fmt: skip
 
-    def _scatter(self, products: Tensor, payload: Tensor, runs: Any) -> None:
+    def _scatter(self, products: Tensor, payload: Tensor, runs: Any, indices: Tensor) -> None:
         tables, programs = self._tables, len(self._tables.run_owners)
         if programs:
             launch(scatter, (programs,),
-                self._rows, self._run_owners, self._carried, products, payload, *runs,
+                self._rows, self._run_owners, self._carried, products, payload, *runs, indices,
                 RUN=tables.run, ROOM=tables.run_slot, LANES=tables.geometry.lanes, **SIXTEEN_WARPS,
             )  # fmt: skip
 
-    def _pack(self, candidate: Tensor, payload: Tensor) -> None:
+    def _pack(self, candidate: Tensor, payload: Tensor, indices: Tensor) -> None:
         tables, programs = self._tables, len(self._tables.parcel_owners)
         if programs:
             launch(pack, (programs,),
-                self._rows, self._parcel_owners, candidate, payload, VALUES=self._head.values,
-                BLOCK=tables.block, ROWS=tables.parcel_rows, **FOUR_WARPS,
+                self._rows, self._parcel_owners, candidate, payload, indices,
+                VALUES=self._head.values, BLOCK=tables.block, ROWS=tables.parcel_rows, **FOUR_WARPS,
             )  # fmt: skip
+
+    def _unpack(self, gathered: Tensor, ranks: int) -> Tensor:
+        """Decode the indices of all payloads: [ranks, entries] int32."""
+        tables, programs = self._tables, len(self._tables.run_owners)
+        indices = self._take("indices", ranks * tables.entries)
+        if programs:
+            launch(unpack, (programs, ranks),
+                self._rows, self._run_owners, gathered, indices, tables.entries,
+                self._head.payload_bytes, LANES=tables.geometry.tile, **FOUR_WARPS,
+            )  # fmt: skip
+        return indices
 
     def _gather(self, gathered: Tensor, scale: float, addresses: Tensor) -> None:
         tables, head, geometry = self._tables, self._head, self._tables.geometry
         tiles, ranks = len(tables.tile_owners), gathered.numel() // head.payload_bytes
         if tiles == 0:
             return
+        indices = self._unpack(gathered, ranks)
         begins = self._take("begins", 2 * ranks * tiles)
         programs = min(tiles, geometry.programs * geometry.writers)
         rows = self._take("rows", programs * geometry.output, torch.float32)
         launch(gather, (programs,),
-            self._rows, self._tile_owners, addresses, gathered, begins, rows, tiles, ranks,
-            head.payload_bytes, head.flags_at, scale, KIND=tables.kind, VALUES=head.values,
-            RANKS_ROOM=power_of_two(ranks), STEPS=tables.most_entries.bit_length(),
-            OUTPUT=geometry.output, BLOCK=geometry.block, LANES=_ENTRY_LANES, **FOUR_WARPS,
+            self._rows, self._tile_owners, addresses, gathered, indices, begins, rows,
+            tables.entries, tiles, ranks, head.payload_bytes, head.flags_at, scale,
+            KIND=tables.kind, VALUES=head.values, RANKS_ROOM=power_of_two(ranks),
+            STEPS=tables.most_entries.bit_length(), OUTPUT=geometry.output, BLOCK=geometry.block,
+            LANES=_ENTRY_LANES, **FOUR_WARPS,
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""Formats of values and indices in a payload: load entries, and encode values.
+"""Formats of values in a payload: load entries, and encode values.
 
 `horovod_topk.ops.protocol.Ops.pack_values` defines the formats. int8 and int4 have a bfloat16
 scale for each block of entries, then a multiple of it for each entry; int3, int2 and sign have 4, 2
@@ -32,15 +32,9 @@ TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # adding it rounds to a whole number, ti
 
 @triton.jit
 def halves_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load the 16-bit indices at positions `at`, as int32."""
+    """Load the bits of the bfloat16 numbers at positions `at`, as int32."""
     pointers = section.to(tl.pointer_type(tl.int16)) + at
     return tl.load(pointers, mask=mask, other=0).to(tl.int32) & 0xFFFF
-
-
-@triton.jit
-def words_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load the 32-bit indices at positions `at`; those of 2**31 and more become negative."""
-    return tl.load(section.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
 
 
 @triton.jit

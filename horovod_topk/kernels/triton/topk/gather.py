@@ -2,9 +2,10 @@
 # ruff: noqa: N803
 """Decode: scaled sums over payloads, a tile of a gradient at a time.
 
-Indices ascend within a tensor, so a tile's entries are consecutive in every payload. A program
-finds those of all of its tiles by binary search. Then, tile after tile, it adds them, rank after
-rank, to its own row of scratch memory, and scales, casts and writes the tile.
+A launch before this one, `index_coding.unpack`, decodes indices. They ascend within a tensor, so a
+tile's entries are consecutive in every payload. A program finds those of all of its tiles by binary
+search. Then, tile after tile, it adds them, rank after rank, to its own row of scratch memory, and
+scales, casts and writes the tile.
 
 The row, and where entries begin, are global memory that some threads of a program write and others
 read. No other program accesses it, and within a program `debug_barrier` (bar.sync) orders the
@@ -18,28 +19,18 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from horovod_topk.kernels.triton.topk.formats import bfloat16_bits, halves_at, value_at, words_at
+from horovod_topk.kernels.triton.topk.formats import bfloat16_bits, value_at
 from horovod_topk.kernels.triton.topk.numbers import field, number
 
 
 @triton.jit
-def index_at(sections: tensor, at: tensor, widths: tensor, mask: tensor) -> tensor:
-    """Load indices at positions `at`; each lane has its own section and index width."""
-    halves = halves_at(sections, at, mask & (widths == 2))
-    words = words_at(sections, at, mask & (widths == 4))
-    return tl.where(widths == 2, halves, words)
-
-
-@triton.jit
-def first_entry(
-    sections: tensor, widths: tensor, counts: tensor, targets: tensor, STEPS: constexpr
-) -> tensor:
-    """Return the first of a section's entries whose index is not below a target, in each lane."""
+def first_entry(indices: tensor, counts: tensor, targets: tensor, STEPS: constexpr) -> tensor:
+    """Return the first entry whose index is not below a target, in each lane."""
     low, high = tl.zeros_like(counts), counts
     for _ in range(STEPS):
         open_ = low < high
         middle = low + (high - low) // 2
-        behind = index_at(sections, middle, widths, open_) < targets
+        behind = tl.load(indices + middle, mask=open_, other=0) < targets
         low = tl.where(open_ & behind, middle + 1, low)
         high = tl.where(open_ & (behind == 0), middle, high)
     return low
@@ -48,7 +39,7 @@ def first_entry(
 @triton.jit
 def locate(
     tables: tl.tuple,
-    payloads: tl.tuple,
+    ranks: tensor,
     found: tl.tuple,
     STEPS: constexpr,
     OUTPUT: constexpr,
@@ -56,20 +47,18 @@ def locate(
 ) -> None:
     """begins[rank, tile] = where a tile's entries begin and end, for all tiles of a program."""
     table, owners = tables
-    gathered, ranks, payload_bytes = payloads
-    begins, tiles = found
+    begins, tiles, indices, entries = found
     program, programs = tl.program_id(0), tl.num_programs(0)
     count = (tiles - program + programs - 1) // programs * ranks
     for at in range(0, count, LANES):
         lane = at + tl.arange(0, LANES)
         rank, tile, real = lane % ranks, program + lane // ranks * programs, lane < count
         t = tl.load(owners + tile, mask=real, other=0)
-        width, first = number(table, t, "width"), (tile - number(table, t, "tile0")) * OUTPUT
-        section = gathered + rank.to(tl.int64) * payload_bytes + field(table, t, "index_at")
-        k = number(table, t, "k")
-        k = tl.where(real & (width > 0), k, 0)
-        begin = first_entry(section, width, k, first, STEPS)
-        end = first_entry(section, width, k, first + OUTPUT, STEPS)
+        first = (tile - number(table, t, "tile0")) * OUTPUT
+        mine = indices + rank.to(tl.int64) * entries + field(table, t, "entry0")
+        k = tl.where(real & (number(table, t, "coding") > 0), number(table, t, "k"), 0)
+        begin = first_entry(mine, k, first, STEPS)
+        end = first_entry(mine, k, first + OUTPUT, STEPS)
         last = number(table, t, "numel") - first <= OUTPUT  # tile of its tensor
         place = begins + (rank * tiles + tile) * 2
         tl.store(place, begin, mask=real)
@@ -96,16 +85,13 @@ def add_entries(
     LANES: constexpr,
 ) -> None:
     """Add entries of one rank to the row of the `size` elements from `first`."""
-    values, k, indices, width = section
+    values, k, indices = section
     first, size = tile
     begin, end = span
     for at in range(begin, end, LANES):
         entry = at + tl.arange(0, LANES)
         there = entry < end
-        if width == 2:
-            place = halves_at(indices, entry, there) - first
-        else:
-            place = words_at(indices, entry, there) - first
+        place = tl.load(indices + entry, mask=there, other=0) - first
         value = value_at(values, k, entry, there, VALUES)
         there &= (place >= 0) & (place < size)
         total = tl.load(row + place, mask=there, other=0.0) + value
@@ -127,17 +113,17 @@ def add_ranks(
     """Add the entries of a tile to its row, rank after rank."""
     table, t = own
     gathered, ranks, payload_bytes = payloads
-    begins, tiles = found
-    width, k = number(table, t, "width"), number(table, t, "k")
+    begins, tiles, indices, entries = found
+    k, mine = number(table, t, "k"), indices + field(table, t, "entry0")
     values = gathered + field(table, t, "value_at")
-    indices = gathered + field(table, t, "index_at")
     wide = payload_bytes.to(tl.int64)
     size = tl.minimum(number(table, t, "numel") - first, OUTPUT)
     for rank in range(ranks):
         here = begins + (rank * tiles + tile) * 2
         span = tl.load(here), tl.load(here + 1)
-        section = values + rank * wide, k, indices + rank * wide, width
+        section = values + rank * wide, k, mine
         add_entries(row, section, (first, size), span, VALUES, LANES)
+        mine += entries
         tl.debug_barrier()
 
 
@@ -217,16 +203,16 @@ def gather_tile(
 ) -> None:
     """Decode one tile of a gradient, to NaN if `bad`. The row is zeros before and after."""
     table, t = own
-    width, numel = number(table, t, "width"), number(table, t, "numel")
+    coding, numel = number(table, t, "coding"), number(table, t, "numel")
     target = address, number(table, t, "dtype")
     first = (tile - number(table, t, "tile0")) * OUTPUT
     values = payloads[0] + field(table, t, "value_at")
-    if (width > 0) & (bad == 0):
+    if (coding > 0) & (bad == 0):
         add_ranks(row, own, tile, first, payloads, found, OUTPUT, VALUES, LANES)
     for at in range(0, tl.minimum(OUTPUT, numel - first), BLOCK):
         if bad == 1:
             total = tl.full([BLOCK], float("nan"), tl.float32)
-        elif width == 0:
+        elif coding == 0:
             lanes = first + at + tl.arange(0, BLOCK)
             total = add_dense(values, lanes, numel, payloads, BLOCK, VALUES)
         else:
@@ -241,8 +227,10 @@ def gather(
     owners: tensor,
     addresses: tensor,
     gathered: tensor,
+    indices: tensor,
     begins: tensor,
     rows: tensor,
+    entries: tensor,
     tiles: tensor,
     ranks: tensor,
     payload_bytes: tensor,
@@ -258,15 +246,15 @@ def gather(
 ) -> None:
     """Decode a bucket: one program decodes many tiles.
 
-    begins: [ranks, tiles, 2]; rows: [programs, OUTPUT].
+    indices: [ranks, entries]; begins: [ranks, tiles, 2]; rows: [programs, OUTPUT].
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    payloads, found = (gathered, ranks, payload_bytes), (begins, tiles)
+    payloads, found = (gathered, ranks, payload_bytes), (begins, tiles, indices, entries)
     row = rows + program.to(tl.int64) * OUTPUT
     for at in range(0, OUTPUT, BLOCK):
         tl.store(row + at + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32))
     if STEPS > 0:
-        locate((table, owners), payloads, found, STEPS, OUTPUT, LANES)
+        locate((table, owners), ranks, found, STEPS, OUTPUT, LANES)
     tl.debug_barrier()
     for tile in range(program, tiles, programs):
         t = tl.load(owners + tile)

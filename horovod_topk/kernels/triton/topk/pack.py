@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""Fourth pass of an encode: values of all entries, and the residual that they leave.
+"""Fourth pass of an encode: indices and values of all entries, and the residual that they leave.
 
 One program encodes some consecutive blocks of one tensor's entries, a parcel. It reads the elements
-that the indices in the payload name, or all elements of a tensor that has no index.
+that the indices in scratch memory name, or all elements of a tensor that has no index.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from horovod_topk.kernels.triton.topk.formats import (
     INT3,
     INT4,
     INT8,
-    halves_at,
     pack_floats,
     pack_magnitudes,
     pack_multiples,
-    words_at,
 )
-from horovod_topk.kernels.triton.topk.numbers import (
-    field,
-    number,
-)
+from horovod_topk.kernels.triton.topk.index_coding import put_indices
+from horovod_topk.kernels.triton.topk.numbers import field, number
 
 
 @triton.jit
@@ -35,6 +31,7 @@ def pack(
     owners: tl.tensor,
     candidate: tl.tensor,
     payload: tl.tensor,
+    indices: tl.tensor,
     VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -42,17 +39,15 @@ def pack(
     """Encode the entries of one parcel, which has ROWS blocks: the kernel of the fourth pass."""
     parcel = tl.program_id(0)
     t = tl.load(owners + parcel)
-    k, width = number(table, t, "k"), number(table, t, "width")
+    k = number(table, t, "k")
     row0 = (parcel - number(table, t, "parcel0")) * ROWS
     entry = (row0 + tl.arange(0, ROWS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = entry < k
-    indices = payload + field(table, t, "index_at")
-    if width == 0:
-        place = entry
-    elif width == 2:
-        place = halves_at(indices, entry, there)
-    else:
-        place = words_at(indices, entry, there)
+    place = entry
+    if number(table, t, "coding") > 0:
+        mine = indices + field(table, t, "entry0") + entry
+        place = tl.load(mine, mask=there, other=0)
+        put_indices(payload, table, t, entry, place, there)
     elements = candidate + number(table, t, "start") + place
     a = tl.load(elements, mask=there, other=0.0)
     values = payload + field(table, t, "value_at")

@@ -2,6 +2,8 @@
 # ruff: noqa: N803
 """Third pass of an encode: the exact threshold, and the indices, one program for each run.
 
+Indices go to scratch memory, from which the next pass writes them in the payload's format.
+
 Every program of a tensor computes the same threshold, and how many entries earlier runs send; so no
 program waits for another. If the bracket does not have the threshold, or more keys were in it than
 could be stored, programs search the whole tensor.
@@ -13,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+from horovod_topk.kernels.triton.topk.index_coding import clear
 from horovod_topk.kernels.triton.topk.narrow import BETWEEN, BOTTOM, COUNTS, TOP
 from horovod_topk.kernels.triton.topk.numbers import (
     ABOVE,
@@ -175,7 +178,7 @@ def decide(
 @triton.jit
 def send_tile(
     a: tensor,
-    target: tl.tuple,
+    indices: tensor,
     at: tensor,
     last: tensor,
     cut: tl.tuple,
@@ -187,7 +190,6 @@ def send_tile(
     Keys above the threshold and other candidates before the tile number `more` and `same`. Returns
     both counts with the tile's own added.
     """
-    indices, width = target
     threshold, least, quota = cut
     more, same = counts
     lanes = at + tl.arange(0, LANES)
@@ -199,10 +201,7 @@ def send_tile(
     others = same + (before >> 16)
     place = more + (before & HALF) + tl.minimum(others, quota)
     sent = sure | (other & (others < quota))
-    if width == 2:
-        tl.store(indices.to(tl.pointer_type(tl.int16)) + place, lanes.to(tl.int16), mask=sent)
-    else:
-        tl.store(indices.to(tl.pointer_type(tl.int32)) + place, lanes, mask=sent)
+    tl.store(indices + place, lanes, mask=sent)
     total = tl.sum(both, 0)
     return more + (total & HALF), same + (total >> 16)
 
@@ -211,7 +210,7 @@ def send_tile(
 def send_run(
     products: tensor,
     start: tensor,
-    target: tl.tuple,
+    indices: tensor,
     first: tensor,
     last: tensor,
     cut: tl.tuple,
@@ -229,11 +228,11 @@ def send_run(
         for at in range(first, whole, LANES):
             following = tl.minimum(at + LANES, whole - LANES)
             coming = tl.load(wide + tl.multiple_of(following, LANES))
-            more, same = send_tile(a, target, at, last, cut, (more, same), LANES)
+            more, same = send_tile(a, indices, at, last, cut, (more, same), LANES)
             a = coming
     for at in range(whole, last, LANES):
         a = tl.load(mine + at + lanes, mask=at + lanes < last, other=0.0)
-        more, same = send_tile(a, target, at, last, cut, (more, same), LANES)
+        more, same = send_tile(a, indices, at, last, cut, (more, same), LANES)
 
 
 @triton.jit
@@ -246,6 +245,7 @@ def scatter(
     brackets: tensor,
     counts: tensor,
     asides: tensor,
+    indices: tensor,
     RUN: constexpr,
     ROOM: constexpr,
     LANES: constexpr,
@@ -262,6 +262,7 @@ def scatter(
         tl.store(carried + t, tl.where(threshold > 0, around, NOWHERE))
     first = place * RUN
     last = tl.minimum(first + RUN, number(table, t, "numel"))
-    target = payload + field(table, t, "index_at"), number(table, t, "width")
+    clear(payload, table, t, place, LANES)
     cut, counts = (threshold, least, number(table, t, "k") - more), (more_before, same_before)
-    send_run(products, start, target, first, last, cut, counts, LANES)
+    mine = indices + field(table, t, "entry0")
+    send_run(products, start, mine, first, last, cut, counts, LANES)

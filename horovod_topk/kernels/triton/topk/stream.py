@@ -223,7 +223,7 @@ def stream(
     first = (chunk - number(table, t, "chunk0")) * CHUNK
     last = tl.minimum(first + CHUNK, numel)
     low, largest, above, inside = NOWHERE, 0, 0, 0
-    if (number(table, t, "rule") == CARRIED) & (number(table, t, "width") > 0):
+    if (number(table, t, "rule") == CARRIED) & (number(table, t, "coding") > 0):
         low = tl.load(carried + t)
     slot = slots + chunk.to(tl.int64) * SLOT
     near, source, weights = (low, slot), (address, dtype), (square, least)

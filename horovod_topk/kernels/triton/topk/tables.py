@@ -23,7 +23,7 @@ FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, SIGN, INT2, INT3 = range(8)  # kinds of 
 _SCALED = {INT8: "int8", INT4: "int4", SIGN: "sign", INT2: "int2", INT3: "int3"}
 BLOCKS = {kind: coding.BLOCK[name] for kind, name in _SCALED.items()}
 _USED = 7  # numbers of a tensor that are used: gradients are not split into shards
-PACKED = 1  # a kind of indices that the kernels do not support
+PACKED, SHORT = 1, 2  # kinds of indices: packed, and 16 bits each; 4: 32 bits each
 AS_IS = 3  # the kind of a tensor that is sent whole, in the residual's dtype: float32 here
 SEARCHED, CARRIED, SAMPLED = 0, 1, 2  # how a tensor's threshold is found: see `_rule`
 _SAMPLED_ROWS, _SHORTEST_ROW = 1024, 2048  # these and the next two as in `Ops.sample`
@@ -35,7 +35,7 @@ COLUMNS = (
     "numel",
     "k",
     "start",
-    "width",
+    "coding",  # kind of indices; 0: all elements are sent
     "value_at",
     "index_at",
     "dtype",  # the first seven are those of the recipe
@@ -45,6 +45,8 @@ COLUMNS = (
     "runs",  # 0 if all elements are sent
     "tile0",
     "parcel0",
+    "entry0",  # its first entry among those of all tensors that have indices
+    "low",  # lower bits of a packed index
     "rule",
     "stride",  # the sample is the first `taken` of every `stride` elements,
     "taken",
@@ -131,15 +133,17 @@ class Tables:
     def rows(self) -> list[list[int]]:
         """The `COLUMNS` of each tensor."""
         geometry, rows = self.geometry, []
-        chunk0 = run0 = tile0 = parcel0 = 0
+        chunk0 = run0 = tile0 = parcel0 = entry0 = 0
         for share in self.shares:
-            numel, k, width = share[0], share[1], share[3]
+            numel, k, kind = share[0], share[1], share[3]
             chunks = -(-numel // geometry.chunk)
-            runs = -(-numel // self.run) if width else 0
+            runs = -(-numel // self.run) if kind else 0
+            low = coding.low_bits(numel, k) if kind == PACKED else 0
             rule = _rule(numel, k, self.head.sampled, geometry.sample)
-            rows.append([*share, chunk0, chunks, run0, runs, tile0, parcel0, *rule])
+            before = chunk0, chunks, run0, runs, tile0, parcel0, entry0
+            rows.append([*share, *before, low, *rule])
             chunk0, run0, tile0 = chunk0 + chunks, run0 + runs, tile0 + self._tiles(numel)
-            parcel0 += self._parcels(k)
+            parcel0, entry0 = parcel0 + self._parcels(k), entry0 + (k if kind else 0)
         return rows
 
     @cached_property
@@ -177,6 +181,11 @@ class Tables:
         """The dtype code of all gradients, as in the recipe, or 3 if they differ."""
         kinds = {share[6] for share in self.shares}
         return kinds.pop() if len(kinds) == 1 else 3
+
+    @cached_property
+    def entries(self) -> int:
+        """Number of entries that have an index."""
+        return sum(share[1] for share in self.shares if share[3])
 
     @property
     def most_entries(self) -> int:
