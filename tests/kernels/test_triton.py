@@ -25,6 +25,8 @@ from torch import Tensor
 from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan import payload as wire
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.plan.nodes import Nodes
+from horovod_topk.core.plan.shards import shard, shard_sums
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import triton
 from horovod_topk.kernels.triton import unavailable, unsupported
@@ -38,7 +40,7 @@ from horovod_topk.ops.torch import DTYPES, TorchOps
 DEVICE = os.environ.get("TRITON_CASES_ON", "cpu")
 SMALL = Geometry(
     tile=256, chunk=512, slot=64, lanes=1024, run_share=16, sample=256, crowd=150, programs=64,
-    parcel=256, output=512, block=128, writers=1,
+    parcel=256, output=512, block=128, decoders=1,
 )  # fmt: skip
 KINDS = ("float32", "float16", "bfloat16")
 
@@ -263,7 +265,7 @@ class Pair:
             (scale * torch.randn(t.spec.numel, generator=generator))
             .to(DTYPES[t.spec.dtype])
             .to(DEVICE)
-            for t in self.bucket.tensors
+            for t in self.bucket.gradients
         ]
 
 
@@ -399,7 +401,7 @@ def squares_of(pair: Pair, seed: int) -> list[Tensor | None]:
     """Adam's mean squares, of many orders of magnitude and partly 0."""
     generator = torch.Generator().manual_seed(seed)
     found = list[Tensor | None]()
-    for tensor in pair.bucket.tensors:
+    for tensor in pair.bucket.gradients:
         drawn = torch.randn((2, tensor.spec.numel), generator=generator)
         found.append((drawn[0].exp() ** 3 * drawn[1].clamp(min=0)).to(DEVICE))
     return found
@@ -473,6 +475,39 @@ def case_gradients_of_any_layout() -> None:
     pair.decode([payload] * 2, 0.5, [one, two, three])
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("values", "indices"), [("int4", "packed"), ("float32", "plain")])
+def case_shards(values: str, indices: str) -> None:
+    """A sharded exchange among three owners: a step, and one in which a tensor is flagged."""
+    bucket = plan((5, 3300, 7, 1501, 0, 600), KINDS, ratio=0.05, values=values, indices=indices)
+    split = shard(bucket, 3)
+    there, back = ([*map(Pair, plans)] for plans in (split.scatter, split.gather))
+    arrive, result = [*map(Pair, split.arrive)], Pair(split.result)
+    for step in range(2):
+        gradients = result.gradients(step)
+        if step:
+            gradients[1][-1] = math.inf
+        squares = squares_of(result, step)[: len(gradients)]
+        payloads = []
+        for one, middle, other in zip(there, arrive, back, strict=True):
+            sent = one.encode(gradients, squares)
+            sums = [torch.ones(t.numel, device=DEVICE) for t in middle.bucket.tensors]
+            middle.decode([sent] * 2, 0.5, sums)
+            payloads.append(other.encode(sums))
+        written = [torch.ones_like(g) for g in gradients]
+        result.decode([torch.cat(payloads)], 1.0, written)
+        assert [t for t, g in enumerate(written) if g.isnan().any()] == [1] * step
+
+
+def case_sums_of_nodes() -> None:
+    """The payloads of two owners of each of two nodes, decoded as one."""
+    bucket = plan((900, 40, 2100), KINDS, ratio=0.05, values="int4")
+    sums = shard_sums(bucket, Nodes(((0, 1), (2, 3))))
+    pairs, result = [*map(Pair, sums.sums)], Pair(sums.result)
+    rows = [torch.cat([pair.encode(pair.gradients(node)) for pair in pairs]) for node in range(2)]
+    result.decode(rows, 0.5, [torch.ones_like(g) for g in result.gradients(0)])
+
+
 @pytest.mark.parametrize("indices", ["packed", "plain"])
 def case_indices_outside_a_tensor_write_nowhere(indices: str) -> None:
     """Noise leaves what lies around a gradient alone; one wrong index is dropped, and no other."""
@@ -508,7 +543,9 @@ POINTERS = {
     "gathered": "u8", "residual": "fp32", "candidate": "fp32", "products": "fp32", "rows": "fp32",
     "histograms": "i16",
 }  # fmt: skip
-NUMBERS = ("tiles", "entries", "ranks", "payload_bytes", "flags_at", "runs", "tensors", "crowd")
+NUMBERS = (
+    "tiles", "entries", "ranks", "payload_bytes", "writers", "flags_at", "runs", "tensors", "crowd",
+)  # fmt: skip
 
 
 def compiled(
@@ -556,7 +593,7 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     chunk = {"CHUNK": size.chunk, "SLOT": size.slot}
     run = {"ROOM": 8192, "LANES": size.lanes}
     out = {"OUTPUT": size.output, "LANES": 128}
-    decode = {"KIND": kind, "RANKS_ROOM": 8, "STEPS": 18, "BLOCK": size.block, **out}
+    decode = {"KIND": kind, "ROOM": 8, "STEPS": 18, "BLOCK": size.block, **out}
     one = tables.FLOAT32, tables.BFLOAT16, tables.INT8, tables.INT2
     kinds = one if kind == 2 else (tables.INT4, tables.FLOAT16, tables.SIGN, tables.INT3)
     kernels = [

@@ -82,22 +82,18 @@ def gpu_settings() -> Iterator[Finding]:
     found = _by_coverage()
     other = [setting for setting, served in _other_settings().items() if not served]
     yield Finding(NAME, f"Triton, for {'; '.join(found['all']) or 'no setting'}")
-    if found["some"]:
-        work = "Triton for what owners encode and decode of their shards, PyTorch's operations for"
-        yield Finding("  in part", f"{work} the rest: {'; '.join(found['some'])}")
     if found["none"] or other:
         yield Finding("  without", f"PyTorch's operations: {'; '.join(found['none'] + other)}")
 
 
 def _by_coverage() -> dict[str, list[str]]:
-    """Settings by how many of their payloads have kernels: all, some or none."""
+    """Settings by whether all of their payloads have kernels: "all" or "none"."""
     exchanges = [kind for kind in EXCHANGES if kind != "auto"]
-    found: dict[str, dict[tuple[str, ...], list[str]]] = {"all": {}, "some": {}, "none": {}}
+    found: dict[str, dict[tuple[str, ...], list[str]]] = {"all": {}, "none": {}}
     for exchange in exchanges:
         groups: dict[str, list[str]] = {}
         for values in VALUES:
-            served = _served(exchange, TopK(values=values))
-            name = "all" if all(served) else "some" if any(served) else "none"
+            name = "all" if _served(exchange, TopK(values=values)) else "none"
             groups.setdefault(name, []).append(values)
         for name, listed in groups.items():
             found[name].setdefault(tuple(listed), []).append(exchange)
@@ -113,7 +109,7 @@ def _by_coverage() -> dict[str, list[str]]:
 
 def _other_settings() -> dict[str, bool]:
     """Whether settings beside exchange and values have kernels."""
-    found = {"float64 gradients": all(_served("allgather", TopK(), "float64"))}
+    found = {"float64 gradients": _served("allgather", TopK(), "float64")}
     try:
         bucket = importlib.import_module("horovod_topk.kernels.triton.topk.bucket").TritonBucket
     except ImportError:
@@ -121,11 +117,11 @@ def _other_settings() -> dict[str, bool]:
     return found | {"masking of momentum correction": hasattr(bucket, "clear")}
 
 
-def _served(exchange: str, config: TopK, dtype: str = "float32") -> list[bool]:
-    """Whether each payload of an exchange has a kernel on a GPU."""
+def _served(exchange: str, config: TopK, dtype: str = "float32") -> bool:
+    """Whether every payload of an exchange has a kernel on a GPU."""
     (bucket,) = make_plan([TensorSpec("weight", (NUMEL,), dtype, GPU)], config).buckets
     payloads = _payloads(exchange, bucket)
-    return [triton.unsupported(config.recipe(each), each.device) is None for each in payloads]
+    return all(triton.unsupported(config.recipe(p), p.device) is None for p in payloads)
 
 
 def _payloads(exchange: str, bucket: BucketPlan) -> list[BucketPlan]:

@@ -65,11 +65,10 @@ def version() -> str:
 def _unfit(recipe: Sequence[int]) -> str | None:
     if recipe[2] > INT3:
         return "its kind of values has no Triton kernel"
-    if recipe[6] != 1:
-        return "its gradients are split into shards"
     if recipe[2] != FLOAT32 and AS_IS in recipe[HEAD + 3 :: SHARE]:
         return "it has float32 values beside others"
-    numel = sum(recipe[HEAD::SHARE])
+    sizes, parts = recipe[HEAD::SHARE], recipe[6]
+    numel = max(sum(sizes), parts * max(sizes, default=0))
     if recipe[1] == _FLOAT64:
         return "residuals are float64"
     if numel > _MOST:

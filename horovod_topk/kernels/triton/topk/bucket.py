@@ -56,9 +56,9 @@ class TritonBucket:
         self._tile_owners = self._integers(tables.tile_owners)
         self._parcel_owners = self._integers(tables.parcel_owners)
         self._carried = self._integers([int(NOWHERE)] * self._head.tensors)
-        self._sources = Addresses(self._head.tensors, self._device)
-        self._squares = Addresses(self._head.tensors, self._device)
-        self._targets = Addresses(self._head.tensors, self._device)
+        self._sources = Addresses(tables.gradients, self._device)
+        self._squares = Addresses(tables.gradients, self._device)
+        self._targets = Addresses(tables.gradients, self._device)
         self._stream_number = 0
 
     def encode(
@@ -209,12 +209,12 @@ class TritonBucket:
             return
         indices = self._unpack(gathered, ranks)
         begins = self._take("begins", 2 * ranks * tiles)
-        programs = min(tiles, geometry.programs * geometry.writers)
+        programs = min(tiles, geometry.programs * geometry.decoders)
         rows = self._take("rows", programs * geometry.output, torch.float32)
         launch(gather, (programs,),
             self._rows, self._tile_owners, addresses, gathered, indices, begins, rows,
-            tables.entries, tiles, ranks, head.payload_bytes, head.flags_at, scale,
-            KIND=tables.kind, VALUES=head.values, RANKS_ROOM=power_of_two(ranks),
+            tables.entries, tiles, ranks, head.payload_bytes, tables.writers, head.flags_at, scale,
+            KIND=tables.kind, VALUES=head.values, ROOM=power_of_two(ranks * tables.writers),
             STEPS=tables.most_entries.bit_length(), OUTPUT=geometry.output, BLOCK=geometry.block,
             LANES=_ENTRY_LANES, **FOUR_WARPS,
         )  # fmt: skip

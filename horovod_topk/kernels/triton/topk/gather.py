@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from horovod_topk.kernels.triton.topk.formats import bfloat16_bits, value_at
-from horovod_topk.kernels.triton.topk.numbers import field, number
+from horovod_topk.kernels.triton.topk.numbers import field, in_gradient, number, split_of
 
 
 @triton.jit
@@ -66,13 +66,15 @@ def locate(
 
 
 @triton.jit
-def poisoned(flags: tensor, t: tensor, payloads: tl.tuple, RANKS_ROOM: constexpr) -> tensor:
-    """Whether any payload flags tensor `t`: 1 or 0."""
+def poisoned(
+    flags: tensor, of: tensor, payloads: tl.tuple, writers: tensor, ROOM: constexpr
+) -> tensor:
+    """Whether any writer of any payload flags gradient number `of`: 1 or 0."""
     _, ranks, payload_bytes = payloads
-    rank = tl.arange(0, RANKS_ROOM)
-    places = flags + rank.to(tl.int64) * payload_bytes + t // 8
-    byte = tl.load(places, mask=rank < ranks, other=0).to(tl.int32)
-    return tl.max((byte >> (t % 8)) & 1, 0)
+    writer = tl.arange(0, ROOM)
+    places = flags + writer.to(tl.int64) * (payload_bytes // writers) + of // 8
+    byte = tl.load(places, mask=writer < ranks * writers, other=0).to(tl.int32)
+    return tl.max((byte >> (of % 8)) & 1, 0)
 
 
 @triton.jit
@@ -176,13 +178,13 @@ def write_block(
     target: tl.tuple, at: tensor, values: tensor, numel: tensor, KIND: constexpr, BLOCK: constexpr
 ) -> None:
     """Write the block from element `at`: by wide accesses if it is whole and aligned."""
-    address, dtype = target
-    lanes = at + tl.arange(0, BLOCK)
+    address, dtype, split = target
     if (address % 16 == 0) & (at + BLOCK <= numel):
-        lanes = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
-        write_scaled((tl.multiple_of(address, 16), dtype), lanes, values, None, KIND)
+        places = in_gradient(tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK), split)
+        write_scaled((tl.multiple_of(address, 16), dtype), places, values, None, KIND)
     else:
-        write_scaled(target, lanes, values, lanes < numel, KIND)
+        lanes = at + tl.arange(0, BLOCK)
+        write_scaled((address, dtype), in_gradient(lanes, split), values, lanes < numel, KIND)
 
 
 @triton.jit
@@ -204,7 +206,7 @@ def gather_tile(
     """Decode one tile of a gradient, to NaN if `bad`. The row is zeros before and after."""
     table, t = own
     coding, numel = number(table, t, "coding"), number(table, t, "numel")
-    target = address, number(table, t, "dtype")
+    target = address, number(table, t, "dtype"), split_of(table, t)
     first = (tile - number(table, t, "tile0")) * OUTPUT
     values = payloads[0] + field(table, t, "value_at")
     if (coding > 0) & (bad == 0):
@@ -234,11 +236,12 @@ def gather(
     tiles: tensor,
     ranks: tensor,
     payload_bytes: tensor,
+    writers: tensor,
     flags_at: tensor,
     scale: tensor,
     KIND: constexpr,
     VALUES: constexpr,
-    RANKS_ROOM: constexpr,
+    ROOM: constexpr,
     STEPS: constexpr,
     OUTPUT: constexpr,
     BLOCK: constexpr,
@@ -258,8 +261,9 @@ def gather(
     tl.debug_barrier()
     for tile in range(program, tiles, programs):
         t = tl.load(owners + tile)
-        bad = poisoned(gathered + flags_at, t, payloads, RANKS_ROOM)
+        of = field(table, t, "gradient")
+        bad = poisoned(gathered + flags_at, of, payloads, writers, ROOM)
         gather_tile(
-            (table, t), tile, tl.load(addresses + t), row, payloads, found, bad, scale,
+            (table, t), tile, tl.load(addresses + of), row, payloads, found, bad, scale,
             KIND, VALUES, OUTPUT, BLOCK, LANES,
         )  # fmt: skip

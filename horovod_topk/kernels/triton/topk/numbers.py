@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 
 from horovod_topk.kernels.triton.topk import tables
+from horovod_topk.ops import coding
 
 COLUMNS = tl.constexpr(len(tables.COLUMNS))
+SHARD_BLOCK = tl.constexpr(coding.SHARD_BLOCK)
 CARRIED = tl.constexpr(tables.CARRIED)
 SAMPLED = tl.constexpr(tables.SAMPLED)
 
@@ -44,6 +46,19 @@ def field(table: tl.tensor, t: tl.tensor, column: tl.constexpr) -> tl.tensor:
 def number(table: tl.tensor, t: tl.tensor, column: tl.constexpr) -> tl.tensor:
     """Load one column of tensor `t` that is below 2**31, int32."""
     return field(table, t, column).to(tl.int32)
+
+
+@triton.jit
+def split_of(table: tl.tensor, t: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return how many shards the gradient of tensor `t` has, and the first block of this one."""
+    return number(table, t, "parts"), number(table, t, "first")
+
+
+@triton.jit
+def in_gradient(at: tl.tensor, split: tl.tuple) -> tl.tensor:
+    """The positions in a gradient of elements `at` of a shard; of a whole gradient, the same."""
+    parts, first = split
+    return (at // SHARD_BLOCK * parts + first) * SHARD_BLOCK + at % SHARD_BLOCK
 
 
 @triton.jit

@@ -28,9 +28,12 @@ from horovod_topk.kernels.triton.topk.numbers import (
     NONFINITE,
     NOWHERE,
     STATS,
+    field,
     gradient,
+    in_gradient,
     magnitude,
     number,
+    split_of,
 )
 
 TOP_WEIGHT = tl.constexpr(0x3F800000 // 4 * 5)  # 5/4 of the bits of 1
@@ -47,11 +50,12 @@ def find_floors(table: tensor, squares: tensor, leasts: tensor) -> None:
     squares: addresses of the squares, 0 for a tensor that has none.
     """
     t = tl.program_id(0)
-    address, numel = tl.load(squares + t), number(table, t, "numel")
+    address, numel = tl.load(squares + field(table, t, "gradient")), number(table, t, "numel")
     stride = tl.maximum(numel // ROWS, LEAST_ROW) | 1
     count = tl.where(address != 0, numel // stride * TAKEN, 0)
     lanes = tl.arange(0, ROOM)
-    places = address.to(tl.pointer_type(tl.float32)) + lanes // TAKEN * stride + lanes % TAKEN
+    at = in_gradient(lanes // TAKEN * stride + lanes % TAKEN, split_of(table, t))
+    places = address.to(tl.pointer_type(tl.float32)) + at
     sample = tl.load(places, mask=lanes < count, other=0.0).to(tl.float64)
     mean = (tl.sum(sample, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
     bits = mean.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -89,17 +93,18 @@ def compensated(
     WHOLE: the tile is within the tensor, at addresses that are multiples of 16: wide accesses.
     """
     residual, candidate, _ = arenas
-    address, dtype = source
+    address, dtype, split = source
     lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
+    places = in_gradient(lanes, split)
     if WHOLE:
         a = tl.load(residual + lanes) + gradient(
-            tl.multiple_of(address, 16), dtype, lanes, None, KIND
+            tl.multiple_of(address, 16), dtype, places, None, KIND
         )
         tl.store(candidate + lanes, a)
     else:
         inside = lanes < numel
         e = tl.load(residual + lanes, mask=inside, other=0.0)
-        a = e + gradient(address, dtype, lanes, inside, KIND)
+        a = e + gradient(address, dtype, places, inside, KIND)
         tl.store(candidate + lanes, a, mask=inside)
     return a
 
@@ -134,8 +139,9 @@ def add_tile(
 ) -> tuple[tensor, tensor, tensor]:
     """Add a tile: return both counts, and the largest magnitude of e + g as a key.
 
-    arenas: of residual, candidate and products. source: a gradient's address and dtype. weights:
-    the squares' address and the least one. near: the carried bracket's lowest key, and its slot.
+    arenas: of residual, candidate and products. source: a gradient's address, dtype and split.
+    weights: the squares' address and the least one. near: the carried bracket's lowest key, and
+    its slot.
     """
     a = compensated(arenas, source, at, numel, KIND, TILE, WHOLE)
     above, inside = counts
@@ -144,7 +150,8 @@ def add_tile(
     lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
     if WEIGHS:
         mask = None if WHOLE else lanes < numel
-        product = weighted(a, weights[0], lanes, mask, weights[1])
+        places = in_gradient(lanes, source[2])
+        product = weighted(a, weights[0], places, mask, weights[1])
         tl.store(arenas[2] + lanes, product, mask=mask)
         key = magnitude(product)
     if not WHOLE:
@@ -216,17 +223,19 @@ def stream(
     chunk = tl.program_id(0)
     t = tl.load(owners + chunk)
     numel, start = number(table, t, "numel"), number(table, t, "start")
-    dtype, address = number(table, t, "dtype"), tl.load(addresses + t)
+    of = field(table, t, "gradient")
+    dtype, address = number(table, t, "dtype"), tl.load(addresses + of)
     square, least = address, 0  # not used unless WEIGHS
     if WEIGHS:
-        square, least = tl.load(squares + t), tl.load(leasts + t)
+        square, least = tl.load(squares + of), tl.load(leasts + t)
     first = (chunk - number(table, t, "chunk0")) * CHUNK
     last = tl.minimum(first + CHUNK, numel)
     low, largest, above, inside = NOWHERE, 0, 0, 0
     if (number(table, t, "rule") == CARRIED) & (number(table, t, "coding") > 0):
         low = tl.load(carried + t)
     slot = slots + chunk.to(tl.int64) * SLOT
-    near, source, weights = (low, slot), (address, dtype), (square, least)
+    near, weights = (low, slot), (square, least)
+    source = address, dtype, split_of(table, t)
     arenas = residual + start, candidate + start, products + start
     aligned = (address % 16 == 0) & (square % 16 == 0) & (start % 4 == 0)
     for at in range(first, last, TILE):

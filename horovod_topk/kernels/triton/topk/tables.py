@@ -22,7 +22,7 @@ HEAD, SHARE = 9, 10  # numbers in a recipe for the bucket, and for each tensor
 FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, SIGN, INT2, INT3 = range(8)  # kinds of values
 _SCALED = {INT8: "int8", INT4: "int4", SIGN: "sign", INT2: "int2", INT3: "int3"}
 BLOCKS = {kind: coding.BLOCK[name] for kind, name in _SCALED.items()}
-_USED = 7  # numbers of a tensor that are used: gradients are not split into shards
+_USED = 9  # numbers of a tensor that are used: all but the block of kinds without a kernel
 PACKED, SHORT = 1, 2  # kinds of indices: packed, and 16 bits each; 4: 32 bits each
 AS_IS = 3  # the kind of a tensor that is sent whole, in the residual's dtype: float32 here
 SEARCHED, CARRIED, SAMPLED = 0, 1, 2  # how a tensor's threshold is found: see `_rule`
@@ -38,7 +38,10 @@ COLUMNS = (
     "coding",  # kind of indices; 0: all elements are sent
     "value_at",
     "index_at",
-    "dtype",  # the first seven are those of the recipe
+    "dtype",
+    "first",
+    "gradient",  # the first nine are those of the recipe
+    "parts",  # shards that its gradient is split into
     "chunk0",
     "chunks",
     "run0",
@@ -71,7 +74,7 @@ class Geometry:
     parcel: int = 2048  # entries encoded by one program; one block at least
     output: int = 8192  # summed at once by one decoding program
     block: int = 2048  # written at once by one decoding program
-    writers: int = 8  # decoding programs for each multiprocessor; any number
+    decoders: int = 8  # decoding programs for each multiprocessor; any number
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Head:
     flags_at: int
     payload_bytes: int
     sampled: bool
+    parts: int  # shards that gradients are split into
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,8 @@ class Tables:
     @cached_property
     def head(self) -> Head:
         """The first numbers of the recipe."""
-        tensors, residual, kind, flags_at, payload, sampled = self.recipe[:6]
-        return Head(tensors, residual, kind, flags_at, payload, bool(sampled))
+        tensors, residual, kind, flags_at, payload, sampled, parts = self.recipe[:7]
+        return Head(tensors, residual, kind, flags_at, payload, bool(sampled), parts)
 
     @cached_property
     def shares(self) -> list[tuple[int, ...]]:
@@ -107,6 +111,16 @@ class Tables:
             numel, k, start, index, *places = body[at : at + _USED]
             found.append((numel, k, start, 0 if index == AS_IS else index, *places))
         return found
+
+    @cached_property
+    def gradients(self) -> int:
+        """Number of gradients."""
+        return max((share[8] for share in self.shares), default=-1) + 1
+
+    @property
+    def writers(self) -> int:
+        """Number of payloads, of an owner each, that are decoded as one."""
+        return self.head.tensors // self.gradients if self.gradients else 1
 
     @cached_property
     def numel(self) -> int:
@@ -141,7 +155,7 @@ class Tables:
             low = coding.low_bits(numel, k) if kind == PACKED else 0
             rule = _rule(numel, k, self.head.sampled, geometry.sample)
             before = chunk0, chunks, run0, runs, tile0, parcel0, entry0
-            rows.append([*share, *before, low, *rule])
+            rows.append([*share, self.head.parts, *before, low, *rule])
             chunk0, run0, tile0 = chunk0 + chunks, run0 + runs, tile0 + self._tiles(numel)
             parcel0, entry0 = parcel0 + self._parcels(k), entry0 + (k if kind else 0)
         return rows
