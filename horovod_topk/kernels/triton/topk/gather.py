@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from horovod_topk.kernels.triton.topk.formats import bfloat16_bits, value_at
-from horovod_topk.kernels.triton.topk.numbers import field, in_gradient, number, split_of
+from horovod_topk.kernels.triton.topk.numbers import field, in_gradient, number, pointer, split_of
 
 
 @triton.jit
@@ -161,16 +161,19 @@ def take_sums(row: tensor, BLOCK: constexpr) -> tensor:
 def write_scaled(
     target: tl.tuple, at: tensor, values: tensor, mask: tensor, KIND: constexpr
 ) -> None:
-    """Write float32 values to elements `at` of a gradient, rounded to its dtype."""
+    """Write float32 values to elements `at` of a gradient, rounded to its dtype.
+
+    Without a mask its address is a multiple of 16.
+    """
     address, dtype = target
     if (KIND == 0) | ((KIND == 3) & (dtype == 0)):
-        pointers = address.to(tl.pointer_type(tl.float16)) + at
+        pointers = pointer(address, tl.float16, mask is None) + at
         tl.store(pointers, values.to(tl.float16), mask=mask)
     elif (KIND == 1) | ((KIND == 3) & (dtype == 1)):
-        pointers = address.to(tl.pointer_type(tl.int16)) + at
+        pointers = pointer(address, tl.int16, mask is None) + at
         tl.store(pointers, bfloat16_bits(values).to(tl.int16), mask=mask)
     else:
-        tl.store(address.to(tl.pointer_type(tl.float32)) + at, values, mask=mask)
+        tl.store(pointer(address, tl.float32, mask is None) + at, values, mask=mask)
 
 
 @triton.jit
@@ -181,7 +184,7 @@ def write_block(
     address, dtype, split = target
     if (address % 16 == 0) & (at + BLOCK <= numel):
         places = in_gradient(tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK), split)
-        write_scaled((tl.multiple_of(address, 16), dtype), places, values, None, KIND)
+        write_scaled((address, dtype), places, values, None, KIND)
     else:
         lanes = at + tl.arange(0, BLOCK)
         write_scaled((address, dtype), in_gradient(lanes, split), values, lanes < numel, KIND)

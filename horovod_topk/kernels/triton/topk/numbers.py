@@ -68,14 +68,29 @@ def magnitude(a: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def pointer(address: tl.tensor, DTYPE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Return the pointer of an address. WIDE: it is a multiple of 16, for wide accesses.
+
+    Triton forgets what is known of an address when it becomes a pointer.
+    """
+    found = address.to(tl.pointer_type(DTYPE))
+    if WIDE:
+        found = tl.multiple_of(found, 16)
+    return found
+
+
+@triton.jit
 def widened(address: tl.tensor, at: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Load elements `at` of a gradient as float32; zero where not `mask`, if there is one."""
+    """Load elements `at` of a gradient as float32; zero where not `mask`, if there is one.
+
+    Without a mask the address is a multiple of 16.
+    """
     if DTYPE == 0:
-        pointers = address.to(tl.pointer_type(tl.float16)) + at
+        pointers = pointer(address, tl.float16, mask is None) + at
     elif DTYPE == 1:
-        pointers = address.to(tl.pointer_type(tl.bfloat16)) + at
+        pointers = pointer(address, tl.bfloat16, mask is None) + at
     else:
-        pointers = address.to(tl.pointer_type(tl.float32)) + at
+        pointers = pointer(address, tl.float32, mask is None) + at
     if mask is None:
         g = tl.load(pointers)
     else:

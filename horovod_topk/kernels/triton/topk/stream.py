@@ -33,6 +33,7 @@ from horovod_topk.kernels.triton.topk.numbers import (
     in_gradient,
     magnitude,
     number,
+    pointer,
     split_of,
 )
 
@@ -67,7 +68,7 @@ def find_floors(table: tensor, squares: tensor, leasts: tensor) -> None:
 def weighted(a: tensor, squares: tensor, at: tensor, mask: tensor, least: tensor) -> tensor:
     """Multiply elements `at` of a tensor by their weights; `squares` is an address, or 0."""
     if squares != 0:
-        pointers = squares.to(tl.pointer_type(tl.int32)) + at
+        pointers = pointer(squares, tl.int32, mask is None) + at
         if mask is None:
             bits = tl.load(pointers)
         else:
@@ -97,9 +98,7 @@ def compensated(
     lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
     places = in_gradient(lanes, split)
     if WHOLE:
-        a = tl.load(residual + lanes) + gradient(
-            tl.multiple_of(address, 16), dtype, places, None, KIND
-        )
+        a = tl.load(residual + lanes) + gradient(address, dtype, places, None, KIND)
         tl.store(candidate + lanes, a)
     else:
         inside = lanes < numel
@@ -243,7 +242,7 @@ def stream(
             four = tl.multiple_of(start, 4)
             above, inside, top = add_tile(
                 (residual + four, candidate + four, products + four), source,
-                (tl.multiple_of(square, 16), least), near, (above, inside), at, numel,
+                weights, near, (above, inside), at, numel,
                 KIND, WEIGHS, TILE, SLOT, True,
             )  # fmt: skip
         else:
