@@ -86,8 +86,9 @@ def put_indices(
         if low > 0:
             put_bits(words, first + entry * low, x & ((1 << low) - 1), low, mask)
         words, first = words_from(payload, map_at)
-        one = tl.full(entry.shape, 1, tl.uint32)
-        put_bits(words, first + (x >> low) + entry, one, 1, mask)
+        bit = first + (x >> low) + entry
+        one = tl.full(entry.shape, 1, tl.uint32) << (bit & 31)
+        tl.atomic_or(words + (bit >> 5), one, mask=mask, sem="relaxed")
     elif coding == SHORT:
         pointers = (payload + at).to(tl.pointer_type(tl.int16)) + entry
         tl.store(pointers, index.to(tl.int16), mask=mask)
