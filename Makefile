@@ -34,9 +34,9 @@ WORKERS ?= 2
 TIER ?= fast
 
 STUDIES := accuracy allocation frontier default does-it-pay local-steps methods optimizers practice
-BENCHMARKS := bench bench-kernels bench-network bench-pay bench-trouble bench-wire plan-grid residuals crashes
+BENCHMARKS := bench bench-kernels bench-network bench-pay bench-trouble bench-wire plan-grid residuals crashes gpu-compiled
 
-.PHONY: help setup demo demo-ddp dist clean test test-tools test-all test-integrations check fuzz printed docs bench bench-kernels bench-network bench-pay bench-trouble bench-wire plan-grid residuals crashes bench-gpu accuracy allocation frontier default does-it-pay local-steps methods optimizers practice
+.PHONY: help setup demo demo-ddp dist clean test test-tools test-all test-integrations check fuzz printed docs bench bench-kernels bench-network bench-pay bench-trouble bench-wire plan-grid residuals crashes gpu-compiled bench-gpu accuracy allocation frontier default does-it-pay local-steps methods optimizers practice
 
 help: ## list the targets
 	@sed -nE 's/^## (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -94,10 +94,12 @@ bench-wire: ## bytes that leave a host's network card (root, half an hour)
 plan-grid: ## measured steps beside what plan says (root, an hour and a half)
 residuals: ## norms of residuals beside the bounds of theory (minutes)
 crashes: ## kill a hundred ranks of elastic jobs (a quarter of an hour)
+gpu-compiled: ## registers, spilled bytes, loads and stores of the GPU kernels (minutes, no GPU)
 
 bench: NAME := steps
 bench-pay: NAME := does_it_pay
 plan-grid: NAME := plan
+gpu-compiled: NAME := gpu_compiled
 $(BENCHMARKS): setup
 	$(RUN) scripts/bench.py $(or $(NAME),$(patsubst bench-%,%,$@)) $(ARGS)
 

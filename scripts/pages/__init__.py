@@ -29,6 +29,7 @@ REPORTS = {  # results of benchmarks -> the module whose `values` turns them int
     "crashes": "benchmarks.crashes_page",
     "does-it-pay": "study.does_it_pay",
     "fsdp": "benchmarks.fsdp",
+    "gpu": "benchmarks.gpu_compiled",
     "kernels": "benchmarks.kernels_page",
     "network": "benchmarks.network_page",
     "plan-grid": "benchmarks.plan_page",

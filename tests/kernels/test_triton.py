@@ -12,7 +12,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -22,6 +22,7 @@ import sides
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_compiled
 from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan import payload as wire
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
@@ -30,7 +31,6 @@ from horovod_topk.core.plan.shards import shard, shard_sums
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import triton
 from horovod_topk.kernels.triton import unavailable, unsupported
-from horovod_topk.kernels.triton.topk import tables
 from horovod_topk.kernels.triton.topk.tables import COLUMNS, SAMPLED, SEARCHED, Geometry, Tables
 from horovod_topk.methods.topk import VALUES, Entries, TopK
 from horovod_topk.ops import coding
@@ -538,76 +538,13 @@ def case_indices_outside_a_tensor_write_nowhere(indices: str) -> None:
         assert_same(gradient, one)
 
 
-POINTERS = {
-    "table": "i64", "addresses": "i64", "squares": "i64", "payload": "u8", "flags": "u8",
-    "gathered": "u8", "residual": "fp32", "candidate": "fp32", "products": "fp32", "rows": "fp32",
-    "histograms": "i16",
-}  # fmt: skip
-NUMBERS = (
-    "tiles", "entries", "ranks", "payload_bytes", "writers", "flags_at", "runs", "tensors", "crowd",
-)  # fmt: skip
-
-
-def compiled(
-    kernel: Any,
-    warps: int,
-    types: Mapping[str, str] | None = None,
-    generation: int = 90,
-    **constants: Any,
-) -> Any:
-    """Compile a kernel, by default for an H100 or H200: to text and binary code by kind.
-
-    types: those of its arguments; None: the usual ones.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = {}
-    for name in kernel.arg_names:
-        scalar = "fp32" if name == "scale" else "i32" if name in NUMBERS else None
-        signature[name] = scalar or f"*{POINTERS.get(name, 'i32')}"
-        if types is not None:
-            signature[name] = types.get(name, "fp32")
-        if name in constants:
-            signature[name] = "constexpr"
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    target = GPUTarget("cuda", generation, 32)
-    return triton.compile(source, target=target, options=options).asm
-
-
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize("kind", [3, 2])
-def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("third", range(3))
+@pytest.mark.parametrize("kind", [gpu_compiled.MIXED, gpu_compiled.FLOAT32])
+def compile_all(kind: int, third: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormals survive, and sums and products are rounded apart: as the verbs have it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from horovod_topk.kernels.triton.topk.gather import gather
-    from horovod_topk.kernels.triton.topk.index_coding import unpack
-    from horovod_topk.kernels.triton.topk.narrow import narrow
-    from horovod_topk.kernels.triton.topk.pack import pack
-    from horovod_topk.kernels.triton.topk.scatter import scatter
-    from horovod_topk.kernels.triton.topk.stream import find_floors, stream
-
-    size = Geometry()
-    chunk = {"CHUNK": size.chunk, "SLOT": size.slot}
-    run = {"ROOM": 8192, "LANES": size.lanes}
-    out = {"OUTPUT": size.output, "LANES": 128}
-    decode = {"KIND": kind, "ROOM": 8, "STEPS": 18, "BLOCK": size.block, **out}
-    one = tables.FLOAT32, tables.BFLOAT16, tables.INT8, tables.INT2
-    kinds = one if kind == 2 else (tables.INT4, tables.FLOAT16, tables.SIGN, tables.INT3)
-    kernels = [
-        compiled(stream, 4, KIND=kind, WEIGHS=kind == 3, TILE=size.tile, **chunk),
-        compiled(gather, 4, VALUES=kinds[0], **decode),
-    ]
-    for values in kinds:
-        block = tables.BLOCKS.get(values, 128)
-        kernels.append(compiled(pack, 4, VALUES=values, BLOCK=block, ROWS=size.parcel // block))
-    if kind == 3:
-        more = {"RUN_CHUNKS": 12, "CHUNKS_ROOM": 16, "SAMPLE": 2 * size.sample}
-        kernels += [compiled(narrow, 16, **chunk, **run, **more), compiled(find_floors, 4)]
-    else:
-        kernels.append(compiled(scatter, 16, RUN=12 * size.chunk, **run))
-        kernels.append(compiled(unpack, 4, LANES=size.tile))
-    for ptx in (each["ptx"] for each in kernels):
+    names = [*gpu_compiled.VALUES][kind == gpu_compiled.FLOAT32 :: 2]
+    for build in [*gpu_compiled.of_buckets(names, kind)][third::3]:
+        ptx = build.compiled(90)["ptx"]
         assert ".ftz" not in ptx and "fma." not in ptx and "div.full" not in ptx

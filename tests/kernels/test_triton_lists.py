@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import math
-import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton import DEVICE, assert_same, compiled, needs_triton, run_cases, triton_version
+from test_triton import DEVICE, assert_same, needs_triton, run_cases, triton_version
 from torch import Tensor
 
+from benchmarks import gpu_compiled
 from horovod_topk.core.exchange.reduce import state_plan
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.run.follower import FollowerArenas
@@ -278,49 +277,17 @@ def sides(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
         yield Side(TorchOps(kernels=kernels), device, plan.buckets[0])
 
 
-ADDRESSES = "table", "gradients", "arrays", "rows", "sets"
-FLAT = (
-    "before", "after", "scales", "fading", "sent", "gains", "residual", "candidate", "damping",
-    "out",
-)  # fmt: skip
-
-
-def types() -> dict[str, str]:
-    """Types of a kernel's arguments; those without one are float32 numbers."""
-    found = dict.fromkeys(ADDRESSES, "*i64") | dict.fromkeys(FLAT, "*fp32")
-    return {
-        **found, "owners": "*i32", "arrivals": "*u8", "later": "*u8", "width": "i32", "ranks": "i32"
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("generation", [80, 90])
 def compile_lists(generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormals survive, each operation is correctly rounded, and no register is spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from horovod_topk.kernels.triton.updates import elements, samples
-
-    kernels = dict.fromkeys((elements.limit, elements.sgd, elements.adam), 8)
-    kernels |= dict.fromkeys(
-        (samples.rms, samples.spikes, samples.energy_withheld, samples.energies), 16
-    )
-    for kernel, warps in kernels.items():
-        found = compiled(kernel, warps, types(), generation)
+    for build in gpu_compiled.of_lists():
+        found = build.compiled(generation)
         ptx = found["ptx"]
         assert ".ftz" not in ptx and "fma." not in ptx
         assert not any(rough in ptx for rough in ("div.full", "div.approx", "sqrt.approx"))
-        (tmp_path / "kernel.cubin").write_bytes(found["cubin"])
-        registers, stack = resources(tmp_path / "kernel.cubin")
-        assert registers * 32 * warps <= 65_536 and not stack
-
-
-def resources(cubin: Path) -> tuple[int, int]:
-    """Registers of a thread, and the bytes that it has on its stack."""
-    from triton import knobs
-
-    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", found)[-1]
-    return int(registers), int(stack)
+        registers, spilled = gpu_compiled.resources(found)
+        assert registers * 32 * build.warps <= 65_536 and not spilled
 
 
 def test_kernels_assign_to_flat_tuples() -> None:

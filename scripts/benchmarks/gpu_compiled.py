@@ -1,0 +1,195 @@
+"""Compiles the Triton kernels ahead of time: registers, spilled bytes, and accesses of each.
+
+It needs Triton, which brings NVIDIA's assembler, and no GPU. Constants are those of a large bucket
+with the default geometry. It writes docs/results/gpu.json and docs/gpu.md.
+
+    python scripts/bench.py gpu_compiled
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from horovod_topk.kernels.triton.topk import tables
+from horovod_topk.kernels.triton.topk.tables import Geometry
+from pages import RESULTS, Values, write
+from pages.markdown import table
+
+GENERATIONS = {80: "A100", 90: "H100, H200", 100: "B200"}  # GPUs by compute capability
+ACCESSES = {"loads": "ld", "stores": "st", "atomic": "red"}  # instructions of PTX by name
+FLOAT32, MIXED = 2, 3  # dtypes of a bucket's gradients, as kernels number them
+VALUES = {
+    "int4": tables.INT4,
+    "float32": tables.FLOAT32,
+    "float16": tables.FLOAT16,
+    "bfloat16": tables.BFLOAT16,
+    "int8": tables.INT8,
+    "int3": tables.INT3,
+    "int2": tables.INT2,
+    "sign": tables.SIGN,
+}
+# Types of arguments by name; others are int32 arrays in a bucket's kernels, float32 in the lists'.
+OF_BUCKETS = {
+    **dict.fromkeys(("table", "addresses", "squares"), "*i64"),
+    **dict.fromkeys(("payload", "flags", "gathered"), "*u8"),
+    **dict.fromkeys(("residual", "candidate", "products", "rows"), "*fp32"),
+    **dict.fromkeys(("tiles", "entries", "ranks", "payload_bytes", "writers", "flags_at"), "i32"),
+    **dict.fromkeys(("runs", "tensors", "crowd"), "i32"),
+    "histograms": "*i16",
+    "scale": "fp32",
+}
+OF_LISTS = {
+    **dict.fromkeys(("table", "gradients", "arrays", "rows", "sets"), "*i64"),
+    **dict.fromkeys(("before", "after", "scales", "fading", "sent", "gains", "out"), "*fp32"),
+    **dict.fromkeys(("residual", "candidate", "damping"), "*fp32"),
+    "owners": "*i32",
+    "arrivals": "*u8",
+    "later": "*u8",
+    "width": "i32",
+    "ranks": "i32",
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel with its constants and the types of its arguments."""
+
+    name: str
+    kernel: Any
+    warps: int
+    types: Mapping[str, str] = field(default_factory=lambda: OF_BUCKETS)
+    other: str = "*i32"  # the type of arguments that `types` does not name
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    def compiled(self, generation: int) -> Any:
+        """Return the kernel's text and binary code by kind, for a compute capability.
+
+        Arrays begin at multiples of 16 bytes, as those of PyTorch do.
+        """
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        signature = {
+            name: "constexpr" if name in self.constants else self.types.get(name, self.other)
+            for name in self.kernel.arg_names
+        }
+        aligned = {
+            (position,): [["tt.divisibility", 16]]
+            for position, kind in enumerate(signature.values())
+            if kind.startswith("*")
+        }
+        source = ASTSource(self.kernel, signature, dict(self.constants), aligned)
+        options = {"num_warps": self.warps, "enable_fp_fusion": False}
+        target = GPUTarget("cuda", generation, 32)
+        return triton.compile(source, target=target, options=options).asm
+
+
+def of_buckets(values: Sequence[str], kind: int) -> Iterator[Build]:
+    """Yield the kernels of a bucket for some formats of values and one kind of gradients.
+
+    Values are decoded from the first format alone.
+    """
+    from horovod_topk.kernels.triton.topk.gather import gather
+    from horovod_topk.kernels.triton.topk.index_coding import unpack
+    from horovod_topk.kernels.triton.topk.narrow import narrow
+    from horovod_topk.kernels.triton.topk.pack import pack
+    from horovod_topk.kernels.triton.topk.scatter import scatter
+    from horovod_topk.kernels.triton.topk.stream import find_floors, stream
+
+    size = Geometry()
+    chunk = {"CHUNK": size.chunk, "SLOT": size.slot}
+    run = {"ROOM": 8192, "LANES": size.lanes}
+    runs = {"RUN_CHUNKS": 12, "CHUNKS_ROOM": 16, "SAMPLE": 2 * size.sample}
+    out = {"OUTPUT": size.output, "BLOCK": size.block, "LANES": 128, "ROOM": 8, "STEPS": 18}
+    for name, weighs in (("stream", False), ("stream, by squares", True)):
+        own = {"KIND": kind, "WEIGHS": weighs, "TILE": size.tile, **chunk}
+        yield Build(name, stream, 4, constants=own)
+    yield Build("find_floors", find_floors, 4)
+    yield Build("narrow", narrow, 16, constants={**chunk, **run, **runs})
+    yield Build("scatter", scatter, 16, constants={"RUN": 12 * size.chunk, **run})
+    for name in values:
+        block = tables.BLOCKS.get(VALUES[name], 128)
+        own = {"VALUES": VALUES[name], "BLOCK": block, "ROWS": size.parcel // block}
+        yield Build(f"pack, {name}", pack, 4, constants=own)
+    yield Build("unpack", unpack, 4, constants={"LANES": size.tile})
+    own = {"KIND": kind, "VALUES": VALUES[values[0]], **out}
+    yield Build(f"gather, {values[0]}", gather, 4, constants=own)
+
+
+def of_lists() -> Iterator[Build]:
+    """Yield the kernels for lists of tensors."""
+    from horovod_topk.kernels.triton.updates import elements, samples
+
+    for kernel in (elements.limit, elements.sgd, elements.adam):
+        yield Build(kernel.fn.__name__, kernel, 8, OF_LISTS, "fp32")
+    for kernel in (samples.rms, samples.spikes, samples.energy_withheld, samples.energies):
+        yield Build(kernel.fn.__name__, kernel, 16, OF_LISTS, "fp32")
+
+
+def resources(code: Any) -> tuple[int, int]:
+    """Return a thread's registers, and the bytes that it spills to memory of its own."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(code["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", found)[-1]
+    return int(registers), int(stack)
+
+
+def counted(build: Build, generation: int) -> dict[str, int]:
+    """Compile a kernel, and count what it needs."""
+    code = build.compiled(generation)
+    registers, spilled = resources(code)
+    return {
+        "registers": registers,
+        "spilled": spilled,
+        **{name: code["ptx"].count(f"{kind}.global.") for name, kind in ACCESSES.items()},
+    }
+
+
+def values(found: dict[str, Any]) -> Values:
+    """The page's figures by name."""
+    shown = ["kernel", "warps"]
+    for name in GENERATIONS.values():
+        shown += [f"{name}: registers", "spilled, bytes"]
+    rows = []
+    for each in found["kernels"]:
+        row = [f"`{each['name']}`", str(each["warps"])]
+        for generation in map(str, GENERATIONS):
+            row += [str(each[generation][kind]) for kind in ("registers", "spilled")]
+        rows.append([*row, *(str(each[generation][name]) for name in ACCESSES)])
+    return {
+        "compiled": table([*shown, *ACCESSES], rows),
+        "triton": found["triton"],
+        "date": found["date"],
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile, and write results and page."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args(arguments)
+    found = []
+    for build in tqdm([*of_buckets([*VALUES], FLOAT32), *of_lists()], disable=None):
+        each = {str(generation): counted(build, generation) for generation in GENERATIONS}
+        found.append({"name": build.name, "warps": build.warps, **each})
+    date = time.strftime("%Y-%m-%d")
+    results = {"triton": metadata.version("triton"), "date": date, "kernels": found}
+    (RESULTS / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+    write("gpu")
+    return 0
