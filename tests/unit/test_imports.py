@@ -20,335 +20,123 @@ import horovod_topk
 PACKAGE = Path(horovod_topk.__file__).parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy", "horovod", "mpi4py"}
 
-BELOW_CORE = {
-    "horovod_topk.methods",
-    "horovod_topk.reporting",
-    "horovod_topk.ops",
-    "horovod_topk.config",
-    "horovod_topk.ratios",
-    "horovod_topk.schedules",
-    "horovod_topk.guard",
-    "horovod_topk.errors",
-}
+BELOW_CORE = ".methods .reporting .ops .config .ratios .schedules .guard .errors "
 
 
-def _core(*rooms: str) -> set[str]:
-    return {f"horovod_topk.core.{room}" for room in rooms}
+def _core(rooms: str) -> str:
+    return " ".join(f".core.{room}" for room in rooms.split())
 
 
 # The rooms of core on five floors, lowest first -> the rooms on floors below it.
 FLOORS = {
-    "__init__.py": set[str](),
-    "plan": set[str](),
-    "state": _core("plan"),
-    "codec": _core("plan", "state"),
-    "exchange": _core("plan", "state", "codec"),
-    "control": _core("plan", "state", "codec"),  # on one floor with exchange
-    "run": _core("plan", "state", "codec", "exchange", "control"),
+    "__init__.py": "",
+    "plan": "",
+    "state": "plan",
+    "codec": "plan state",
+    "exchange": "plan state codec",
+    "control": "plan state codec",  # on one floor with exchange
+    "run": "plan state codec exchange control",
 }
 
-# room -> what its files may import beside the standard library and themselves
+# room -> what its files may import beside the standard library and themselves; those of this
+# package begin with a dot
 ROOMS = {
-    "errors.py": set[str](),
-    "ratios.py": {"horovod_topk.errors"},
-    "schedules.py": {"horovod_topk.ratios", "horovod_topk.errors"},
-    "guard.py": {"horovod_topk.schedules", "horovod_topk.errors"},
-    "config.py": {
-        "horovod_topk.ratios",
-        "horovod_topk.schedules",
-        "horovod_topk.guard",
-        "horovod_topk.errors",
-    },
-    "__init__.py": {"horovod_topk.errors", "horovod_topk.methods", "horovod_topk.reporting"},
-    "reporting.py": {"horovod_topk.errors"},
-    "methods": {
-        "horovod_topk.ops",
-        "horovod_topk.config",
-        "horovod_topk.ratios",
-        "horovod_topk.schedules",
-        "horovod_topk.errors",
-    },
-    **{f"core/{room}": BELOW_CORE | below for room, below in FLOORS.items()},
-    "ops/__init__.py": {"horovod_topk.ops.protocol"},
-    "ops/protocol.py": {"horovod_topk.ops.coding", "horovod_topk.ops.philox"},
-    "ops/verbs.py": {
-        "horovod_topk.ops.coding",
-        "horovod_topk.ops.orthonormal",
-        "horovod_topk.ops.protocol",
-    },
-    "ops/orthonormal.py": {"horovod_topk.ops.protocol"},
-    "ops/philox.py": set[str](),
-    "ops/coding.py": set[str](),
-    "ops/numpy.py": {
-        "horovod_topk.ops.verbs",
-        "numpy",
-        "horovod_topk.ops.protocol",
-        "horovod_topk.ops.coding",
-        "horovod_topk.ops.philox",
-    },
-    "ops/torch.py": {
-        "horovod_topk.ops.verbs",
-        "torch",
-        "horovod_topk.ops.protocol",
-        "horovod_topk.ops.coding",
-        "horovod_topk.ops.philox",
-        "horovod_topk.ops.torch_lists",
-        "horovod_topk.ops.torch_packing",
-        "horovod_topk.kernels",
-    },
-    "ops/torch_packing.py": {"torch", "horovod_topk.ops.coding"},
-    "ops/torch_lists.py": {
-        "torch",
-        "horovod_topk.ops.coding",
-        "horovod_topk.ops.protocol",
-        "horovod_topk.kernels",
-    },
-    "ops/tensorflow.py": {
-        "horovod_topk.ops.verbs",
-        "tensorflow",
-        "horovod_topk.ops.protocol",
-        "horovod_topk.ops.coding",
-        "horovod_topk.ops.philox",
-        "horovod_topk.ops.tensorflow_packing",
-        "horovod_topk.kernels.native",
-    },
-    "ops/tensorflow_packing.py": {"tensorflow", "horovod_topk.ops.coding"},
-    "kernels/__init__.py": set[str](),
-    "kernels/native.py": {"horovod_topk.kernels.compile"},
-    "kernels/compile.py": set[str](),
-    "kernels/triton": {"torch", "triton", "horovod_topk.ops.coding", "horovod_topk.ops.protocol"},
+    "errors.py": "",
+    "ratios.py": ".errors",
+    "schedules.py": ".errors .ratios",
+    "guard.py": ".errors .schedules",
+    "config.py": ".errors .guard .ratios .schedules",
+    "__init__.py": ".errors .methods .reporting",
+    "reporting.py": ".errors",
+    "methods": ".config .errors .ops .ratios .schedules",
+    **{f"core/{room}": BELOW_CORE + _core(below) for room, below in FLOORS.items()},
+    "ops/__init__.py": ".ops.protocol",
+    "ops/protocol.py": ".ops.coding .ops.philox",
+    "ops/verbs.py": ".ops.coding .ops.orthonormal .ops.protocol",
+    "ops/orthonormal.py": ".ops.protocol",
+    "ops/philox.py": "",
+    "ops/coding.py": "",
+    "ops/numpy.py": ".ops.coding .ops.philox .ops.protocol .ops.verbs numpy",
+    "ops/torch.py": (
+        ".kernels .ops.coding .ops.philox .ops.protocol .ops.torch_lists .ops.torch_packing "
+        ".ops.verbs torch"
+    ),
+    "ops/torch_packing.py": ".ops.coding torch",
+    "ops/torch_lists.py": ".kernels .ops.coding .ops.protocol torch",
+    "ops/tensorflow.py": (
+        ".kernels.native .ops.coding .ops.philox .ops.protocol .ops.tensorflow_packing .ops.verbs "
+        "tensorflow"
+    ),
+    "ops/tensorflow_packing.py": ".ops.coding tensorflow",
+    "kernels/__init__.py": "",
+    "kernels/native.py": ".kernels.compile",
+    "kernels/compile.py": "",
+    "kernels/triton": ".ops.coding .ops.protocol torch triton",
     # safetensors and operations by name, for the framework at hand
-    "checkpoint": {"horovod_topk.core", "horovod_topk.errors"},
-    "elastic/leaving.py": {
-        "horovod.common.elastic",
-        "horovod.common.exceptions",
-        "horovod_topk.elastic",
-    },
-    "elastic": {"horovod_topk.checkpoint", "horovod_topk.core", "horovod_topk.errors"},
-    "metrics": {
-        "horovod_topk.core.run.stats",
-        "horovod_topk.errors",
-        "horovod_topk.reporting",
-        "horovod_topk.__version__",
-    },
-    "metrics/tensorboard.py": {
-        "tensorboard",
-        "horovod_topk.core.run.stats",
-        "horovod_topk.metrics",
-        "horovod_topk.schedules",
-    },
-    "metrics/prometheus.py": {
-        "prometheus_client",
-        "horovod_topk.core.run.stats",
-        "horovod_topk.guard",
-        "horovod_topk.__version__",
-    },
-    "mpi.py": {
-        "numpy",
-        "mpi4py",
-        "horovod_topk.core.exchange.protocol",
-        "horovod_topk.core.plan.nodes",
-    },
-    "process_sets.py": {"horovod.common", "horovod_topk.core.plan.nodes"},
-    "cost": {
-        "horovod_topk.methods",
-        "horovod_topk.ops",
-        "horovod_topk.core",
-        "horovod_topk.config",
-        "horovod_topk.errors",
-    },
-    "cli": {
-        "horovod_topk.methods",
-        "horovod_topk.reporting",
-        "horovod_topk.__version__",
-        "horovod_topk.cost",
-        "horovod_topk.ops.protocol",
-        "horovod_topk.kernels",
-        "horovod_topk.core",
-        "horovod_topk.updates.tracker",
-        "horovod_topk.config",
-        "horovod_topk.ratios",
-        "horovod_topk.schedules",
-        "horovod_topk.errors",
-    },
-    "cli/canvas.py": {"matplotlib"},
+    "checkpoint": ".core .errors",
+    "elastic/leaving.py": ".elastic horovod.common.elastic horovod.common.exceptions",
+    "elastic": ".checkpoint .core .errors",
+    "metrics": ".__version__ .core.run.stats .errors .reporting",
+    "metrics/tensorboard.py": ".core.run.stats .metrics .schedules tensorboard",
+    "metrics/prometheus.py": ".__version__ .core.run.stats .guard prometheus_client",
+    "mpi.py": ".core.exchange.protocol .core.plan.nodes mpi4py numpy",
+    "process_sets.py": ".core.plan.nodes horovod.common",
+    "cost": ".config .core .errors .methods .ops",
+    "cli": (
+        ".__version__ .config .core .cost .errors .kernels .methods .ops.protocol .ratios "
+        ".reporting .schedules .updates.tracker"
+    ),
+    "cli/canvas.py": "matplotlib",
     # what these ask each framework for, by name
-    "cli/doctor/kernels.py": {"horovod_topk"},
-    "cli/frameworks.py": {"horovod_topk"},
-    "cli/bench": {
-        "horovod_topk.methods",
-        "horovod_topk.reporting",
-        "torch",
-        "horovod.torch",
-        "matplotlib.axes",  # what a hint names
-        "horovod_topk.cli",
-        "horovod_topk.cost.quantities",
-        "horovod_topk.ddp",
-        "horovod_topk.torch",
-        "horovod_topk.core",
-        "horovod_topk.config",
-        "horovod_topk.errors",
-    },
-    "cli/horovodrun.py": {"horovod.common", "horovod.runner"},
-    "cli/process.py": {"psutil"},
-    "cli/compare": {
-        "horovod_topk.cli",
-        "horovod_topk.cost.quantities",
-        "horovod_topk.core.run.substitute",
-        "horovod_topk.local.call",
-        "horovod_topk.reporting",
-        "horovod_topk.config",
-        "horovod_topk.errors",
-        "matplotlib",
-        "tqdm",
-    },
-    "cli/compare/simulated": {
-        "horovod_topk.cli",
-        "horovod_topk.config",
-        "horovod_topk.core",
-        "horovod_topk.local.call",
-        "horovod_topk.methods",
-        "horovod_topk.ops.torch",
-        "horovod_topk.torch_training",
-        "horovod_topk.updates.tracker",
-        "torch",
-    },
-    "cli/tune": {
-        "horovod_topk.cli",
-        "horovod_topk.config",
-        "horovod_topk.core",
-        "horovod_topk.cost",
-        "horovod_topk.local.call",
-        "horovod_topk.methods",
-        "horovod_topk.torch_training",
-        "horovod_topk.updates.tracker",
-    },
-    "cli/plan": {
-        "horovod_topk.methods",
-        "horovod_topk.reporting",
-        "matplotlib.axes",
-        "horovod_topk.cli",
-        "horovod_topk.cost",
-        "horovod_topk.updates.tracker",
-        "horovod_topk.process_sets",
-        "horovod_topk.core",
-        "horovod_topk.config",
-        "horovod_topk.errors",
-    },
-    "updates": {
-        "horovod_topk.core",
-        "horovod_topk.methods",
-        "horovod_topk.ops",
-    },
-    "updates/formulas.py": {"horovod_topk.ops.coding"},
-    "updates/tensorflow.py": {"tensorflow", "horovod_topk.ops", "horovod_topk.updates"},
-    "updates/torch.py": {
-        "torch",
-        "horovod_topk.kernels",
-        "horovod_topk.ops",
-        "horovod_topk.updates",
-    },
-    "local": {
-        "horovod_topk.core",
-        "horovod_topk.methods",
-        "horovod_topk.ops",
-        "horovod_topk.config",
-        "horovod_topk.errors",
-    },
+    "cli/doctor/kernels.py": "horovod_topk",
+    "cli/frameworks.py": "horovod_topk",
+    "cli/bench": (
+        ".cli .config .core .cost.quantities .ddp .errors .methods .reporting .torch horovod.torch "
+        "matplotlib.axes torch"
+    ),
+    "cli/horovodrun.py": "horovod.common horovod.runner",
+    "cli/process.py": "psutil",
+    "cli/compare": (
+        ".cli .config .core.run.substitute .cost.quantities .errors .local.call .reporting "
+        "matplotlib tqdm"
+    ),
+    "cli/compare/simulated": (
+        ".cli .config .core .local.call .methods .ops.torch .torch_training .updates.tracker torch"
+    ),
+    "cli/tune": ".cli .config .core .cost .local.call .methods .torch_training .updates.tracker",
+    "cli/plan": (
+        ".cli .config .core .cost .errors .methods .process_sets .reporting .updates.tracker "
+        "matplotlib.axes"
+    ),
+    "updates": ".core .methods .ops",
+    "updates/formulas.py": ".ops.coding",
+    "updates/tensorflow.py": ".ops .updates tensorflow",
+    "updates/torch.py": ".kernels .ops .updates torch",
+    "local": ".config .core .errors .methods .ops",
     # what PyTorch's adapters have in common
-    "torch_training": {
-        "horovod_topk.local",
-        "horovod_topk.reporting",
-        "horovod_topk.methods",
-        "torch",
-        "horovod_topk.core",
-        "horovod_topk.ops.coding",
-        "horovod_topk.ops.torch",
-        "horovod_topk.updates",
-        "horovod_topk.config",
-        "horovod_topk.errors",
-    },
-    "ddp": {
-        "horovod_topk.local",
-        "horovod_topk.methods",
-        "horovod_topk.reporting",
-        "torch",
-        "horovod_topk.torch_training",
-        "horovod_topk.core",
-        "horovod_topk.ops.torch",
-        "horovod_topk.config",
-        "horovod_topk.guard",
-        "horovod_topk.errors",
-    },
-    "fsdp": {
-        "horovod_topk.methods",
-        "horovod_topk.reporting",
-        "torch",
-        "horovod_topk.torch_training",
-        "horovod_topk.core",
-        "horovod_topk.ops.torch",
-        "horovod_topk.config",
-        "horovod_topk.guard",
-        "horovod_topk.errors",
-    },
+    "torch_training": (
+        ".config .core .errors .local .methods .ops.coding .ops.torch .reporting .updates torch"
+    ),
+    "ddp": (
+        ".config .core .errors .guard .local .methods .ops.torch .reporting .torch_training torch"
+    ),
+    "fsdp": ".config .core .errors .guard .methods .ops.torch .reporting .torch_training torch",
     # what the integrations share, and each of them with its library
-    "integrations": {
-        "horovod_topk.checkpoint",
-        "horovod_topk.reporting",
-        "torch",
-        "horovod_topk.torch_training",
-        "horovod_topk.ddp",
-        "horovod_topk.fsdp",
-        "horovod_topk.core",
-        "horovod_topk.errors",
-    },
+    "integrations": ".checkpoint .core .ddp .errors .fsdp .reporting .torch_training torch",
     **{
-        f"integrations/{library}.py": {
-            library,
-            "torch",
-            "horovod_topk.checkpoint",
-            "horovod_topk.errors",
-            "horovod_topk.integrations.compression",
-            "horovod_topk.integrations.waiting",
-        }
+        f"integrations/{library}.py": f"{library} torch .checkpoint .errors"
+        " .integrations.compression .integrations.waiting"
         for library in ("accelerate", "transformers", "lightning")
     },
-    "torch": {
-        "horovod_topk.local",
-        "horovod_topk.methods",
-        "horovod_topk.reporting",
-        "torch",
-        "horovod_topk.torch_training",
-        "horovod.torch",
-        "horovod.common.exceptions",
-        "horovod_topk.elastic",
-        "horovod_topk.process_sets",
-        "horovod_topk.core",
-        "horovod_topk.ops.torch",
-        "horovod_topk.config",
-        "horovod_topk.guard",
-        "horovod_topk.errors",
-    },
-    "tensorflow": {
-        "horovod_topk.local",
-        "horovod_topk.methods",
-        "horovod_topk.reporting",
-        "tensorflow",
-        "keras",
-        "horovod.tensorflow",
-        "horovod._keras",
-        "horovod.common.exceptions",
-        "horovod.common.elastic",
-        "horovod_topk.elastic",
-        "horovod_topk.process_sets",
-        "horovod_topk.core",
-        "horovod_topk.ops.tensorflow",
-        "horovod_topk.ratios",
-        "horovod_topk.config",
-        "horovod_topk.guard",
-        "horovod_topk.errors",
-        "horovod_topk.updates",
-    },
+    "torch": (
+        ".config .core .elastic .errors .guard .local .methods .ops.torch .process_sets .reporting "
+        ".torch_training horovod.common.exceptions horovod.torch torch"
+    ),
+    "tensorflow": (
+        ".config .core .elastic .errors .guard .local .methods .ops.tensorflow .process_sets "
+        ".ratios .reporting .updates horovod._keras horovod.common.elastic "
+        "horovod.common.exceptions horovod.tensorflow keras tensorflow"
+    ),
 }
 
 
@@ -430,8 +218,9 @@ def trespasses(name: str, source: str) -> set[str]:
 
 
 def _may(room: str, name: str) -> bool:
-    itself = set[str]() if room.endswith(".py") else {f"horovod_topk.{room.replace('/', '.')}"}
-    allowed = ROOMS[room] | itself | sys.stdlib_module_names
+    named = [f"horovod_topk{each}" if each[0] == "." else each for each in ROOMS[room].split()]
+    itself = [] if room.endswith(".py") else [f"horovod_topk.{room.replace('/', '.')}"]
+    allowed = {*named, *itself, *sys.stdlib_module_names}
     return any(f"{name}.".startswith(f"{module}.") for module in allowed)
 
 
