@@ -107,14 +107,6 @@ def test_a_sparse_gradient_is_not_left_out(library: Any, setting: str) -> None:
         assert np.allclose(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
-def test_a_momentum_that_stays_the_optimizers_is_that_of_sparse_gradients_too(library: Any) -> None:
-    sgd = [library.optimizers.SGD(0.5, momentum=0.9) for _ in range(2)]
-    ours = Words(library, distributed(library, sgd[0], TopKEF(momentum="auto"))).fit().weights()
-    expected = Words(library, sgd[1]).fit().weights()
-    assert all(np.allclose(a, b) for a, b in zip(ours, expected, strict=True))
-
-
 def test_local_steps_are_the_outer_optimizer_alone() -> None:
     v = tf.Variable([8.0, 4.0])
     local = LocalSteps(None, [v], every=2, compression=TopKEF(ratio=1.0), outer=Outer(lr=0.5))

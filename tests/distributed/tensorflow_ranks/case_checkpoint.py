@@ -49,20 +49,6 @@ def test_resume_is_bitwise(exchange: str, stepped: bool, tmp_path: Path) -> None
         assert all(map(np.array_equal, other.exchange(second, gradients(step)), expected))
 
 
-@pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
-def test_a_ratio_that_was_asked_for_goes_on(stepped: bool, tmp_path: Path) -> None:
-    """And so do the steps that tell shards of one time from those of another."""
-    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
-    first, second = (TopKEF(ratio=0.1, min_numel=0, warmup=[(1, 0.5)]) for _ in range(2))
-    first.set_ratio(0.5)
-    model, other = resumed(folder, first, second, stepped=stepped)
-    expected = model.exchange(first, gradients(3))
-    assert all(map(np.array_equal, other.exchange(second, gradients(3)), expected))
-    assert second.state_dict()["asked"] == 0.5
-    assert second.steps == first.steps == 4
-    assert second.stats().steps == 1 + stepped
-
-
 def test_residuals_in_other_units_are_refused_by_the_first_step(tmp_path: Path) -> None:
     """Before it nobody knows what the gradients will be reduced to."""
     folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")

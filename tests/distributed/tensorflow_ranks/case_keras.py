@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from kerasses import LIBRARIES, Words, compiled, data, distributed, fit, same
+from kerasses import LIBRARIES, compiled, data, distributed, fit, same
 from oracle.two_rounds import TwoRounds
 from proof import assert_ranks_equal
 
@@ -47,6 +47,7 @@ def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
     assert len(ours.optimizer.variables) == len(dense.optimizer.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, first=1)
 @BOTH
 @pytest.mark.world_size(2, 4)
@@ -58,53 +59,6 @@ def test_ranks_are_equal_and_learn(library: Any) -> None:
     assert state.stats().residual_norm > 0
     before = compiled(library, "sgd").evaluate(*data(), verbose=0)[0]
     assert model.evaluate(*data(), verbose=0)[0] < before
-
-
-@pytest.mark.one_in(2, first=1)
-@BOTH
-def test_a_custom_loop(library: Any) -> None:
-    histories = [custom_loop(library, c) for c in (hvd.Compression.none, TopKEF(**EVERYTHING))]
-    assert all(np.array_equal(a, b) for a, b in zip(*histories, strict=True))
-    assert_ranks_equal(histories[1])
-
-
-def custom_loop(library: Any, compression: Any) -> list[Any]:
-    """Keras 3 exchanges in `apply_gradients`, tf-keras with Horovod in `compute_gradients`."""
-    model = compiled(library, "sgd")
-    optimizer = distributed(library, library.optimizers.SGD(0.05), compression)
-    x, y = data()
-
-    @tf.function
-    def step() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model(x) - tf.one_hot(y, 10)) ** 2)
-        variables = model.trainable_variables
-        if library is tf_keras:
-            pairs = optimizer.compute_gradients(loss, variables, tape=tape)
-        else:
-            pairs = zip(tape.gradient(loss, variables), variables, strict=True)
-        optimizer.apply_gradients(pairs)
-
-    for _ in range(6):
-        step()
-    return list(model.get_weights())
-
-
-@pytest.mark.one_in(9)
-@BOTH
-@pytest.mark.parametrize("sparse_as_dense", [False, True])
-def test_embeddings(library: Any, sparse_as_dense: bool) -> None:
-    histories = [
-        embedded(library, c, sparse_as_dense) for c in (hvd.Compression.none, TopKEF(**EVERYTHING))
-    ]
-    assert all(np.array_equal(a, b) for a, b in zip(*histories, strict=True))
-    assert_ranks_equal(histories[1])
-
-
-def embedded(library: Any, compression: Any, sparse_as_dense: bool) -> list[Any]:
-    optimizer = library.optimizers.SGD(0.1)
-    way = distributed(library, optimizer, compression, sparse_as_dense=sparse_as_dense)
-    return Words(library, way).fit().weights()
 
 
 def test_tfkeras_aggregates_locally() -> None:
@@ -125,6 +79,7 @@ def test_horovods_own_wrapper_refuses_topkef_under_keras_3(wrap: Any) -> None:
         wrap(keras.optimizers.SGD(0.05), compression=TopKEF)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, first=1)
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_horovods_compressors_keep_ranks_equal(compression: str) -> None:
@@ -228,18 +183,6 @@ def test_a_saved_model_loads_without_horovod(tmp_path: Path) -> None:
     assert int(plain.optimizer.iterations) == 8
 
 
-def test_the_copy_keeps_state_and_exclusions() -> None:
-    model = compiled(keras, keras.optimizers.AdamW(1e-3, weight_decay=0.5))
-    kernel, bias = model.trainable_variables[:2]
-    model.optimizer.exclude_from_weight_decay([bias])
-    model.fit(*data(rank=0), batch_size=8, verbose=0, shuffle=False)
-    copy = distributed(keras, model.optimizer, TopKEF)
-    pairs = zip(copy.variables, model.optimizer.variables, strict=True)
-    assert all(np.array_equal(mine.numpy(), theirs.numpy()) for mine, theirs in pairs)
-    assert int(copy.iterations) == 8
-    assert (copy._use_weight_decay(kernel), copy._use_weight_decay(bias)) == (True, False)
-
-
 def test_state_and_exclusions_survive_a_loss_scale() -> None:
     model = compiled(keras, keras.optimizers.AdamW(1e-3, weight_decay=0.5))
     bias = model.trainable_variables[1]
@@ -265,27 +208,13 @@ class Halving(keras.optimizers.schedules.LearningRateSchedule):
         return 0.1 * keras.ops.power(0.5, keras.ops.cast(step, "float32"))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("rate", [Halving(), lambda: 0.1], ids=["schedule", "function"])
 def test_any_learning_rate_is_kept(rate: Any) -> None:
     model = fit(keras, keras.optimizers.SGD(rate), TopKEF(**SPARSE), epochs=1)
     assert model.optimizer._learning_rate is rate
     assert_ranks_equal(model.get_weights())
-
-
-def test_a_new_optimizer_starts_without_residuals() -> None:
-    model = compiled(keras, "sgd")
-    initial, ends = model.get_weights(), []
-    for _ in range(2):
-        model.set_weights(initial)
-        compression = TopKEF(ratio=0.03, min_numel=0)
-        optimizer = distributed(keras, keras.optimizers.SGD(0.05), compression)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
-        model.fit(*data(), batch_size=8, verbose=0, shuffle=False)
-        ends.append(model.get_weights())
-        assert compression.stats().steps == 8
-    assert all(np.array_equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 def test_a_variable_without_a_gradient_keeps_its_state() -> None:
@@ -341,6 +270,7 @@ def test_broadcast_starts_all_ranks_alike() -> None:
     assert same(model, like_rank_1)
 
 
+@pytest.mark.slow
 def test_broadcast_of_a_model_that_is_built_by_its_first_step() -> None:
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.layers.Dense(10)])

@@ -52,6 +52,7 @@ def assert_sound(model: Any) -> None:
     assert_ranks_equal(weights)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("compression", [TopKEF, hvd.Compression.none], ids=["TopKEF", "none"])
 def test_float8(compression: Any) -> None:
@@ -62,7 +63,7 @@ def test_float8(compression: Any) -> None:
     assert float(model.layers[0].inputs_scale.value) != 1.0
 
 
-@pytest.mark.one_in(1)
+@pytest.mark.slow
 def test_float64_with_momentum() -> None:
     keras.config.set_dtype_policy("float64")
     try:
@@ -71,7 +72,7 @@ def test_float64_with_momentum() -> None:
         keras.config.set_dtype_policy("float32")
 
 
-@pytest.mark.one_in(1)
+@pytest.mark.slow
 def test_adafactor_has_a_floor() -> None:
     assert_sound(trained(model_of(), O.Adafactor(0.01), TopKEF(warmup=None)))
 
@@ -181,7 +182,7 @@ def test_a_loaded_model_goes_on_with_its_residuals(make: Callable[[], Any]) -> N
     assert all(map(np.array_equal, kept, [each.numpy() for each in after]))
 
 
-@pytest.mark.one_in(1)
+@pytest.mark.slow
 def test_a_recompiled_model_leaves_no_graph() -> None:
     model = trained(model_of(), O.SGD(0.1, momentum=0.9), TopKEF(warmup=None))
     optimizer, state = (weakref.ref(each) for each in (model.optimizer, TopKEF.of(model.optimizer)))
@@ -206,7 +207,7 @@ KEPT: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.one_in(1)
+@pytest.mark.slow
 def test_nothing_is_lost_with_any_optimizer() -> None:
     """What optimizers are given, and the mean residual, is the sum of the mean gradients."""
     numbers = np.random.default_rng(0).normal(size=(3, hvd.size(), 300)).astype("float32")

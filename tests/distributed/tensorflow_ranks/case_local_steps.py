@@ -93,22 +93,6 @@ def test_an_average_of_weights() -> None:
     assert alone.local.rounds == 2
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("form", ["nesterov", "heavy_ball", "averaged"])
-def test_outer_momentum(form: str) -> None:
-    lr, mu = 0.5, 0.75
-    alone = Alone(every=2, compression=Dense, outer=Outer(lr=lr, momentum=mu, form=form))
-    x, v = start(), [np.zeros_like(each) for each in start()]
-    for round_ in range(3):
-        alone.take(2)
-        for i, d in enumerate(mean(x, 2 * round_, 2)):
-            v[i] = d if round_ == 0 else mu * v[i] + (1 - mu if form == "averaged" else 1) * d
-            late = form == "nesterov" and round_
-            x[i] = x[i] - lr * (d + mu * v[i] if late else v[i])
-        assert_ranks_equal(alone.weights)
-        assert all(np.allclose(*each, atol=1e-6) for each in zip(alone.weights, x, strict=True))
-
-
 COMPRESSORS: dict[str, Callable[[], Any]] = {
     "allgather": lambda: TopKEF(ratio=0.05, values="int4", min_numel=0),
     "sharded": lambda: TopKEF(ratio=0.05, min_numel=0, exchange="sharded"),
@@ -231,14 +215,6 @@ def test_a_nan_rolls_the_round_back() -> None:
     assert_ranks_equal([v.numpy()])
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("preset", ["local_sgd", "diloco", "sparseloco"])
-def test_presets(preset: str) -> None:
-    alone = Alone(preset=preset, every=2).take(4)
-    assert_ranks_equal(alone.weights)
-    assert alone.local.rounds == 2
-
-
 def test_what_is_refused() -> None:
     v = tf.Variable(start()[0], name="v")
     distributed = hvd_keras.DistributedOptimizer(O.SGD(0.1), compression=TopKEF)
@@ -311,6 +287,7 @@ def test_fit() -> None:
         fit(model, local)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"steps_per_execution": 4}, {"jit_compile": True}], ids=str)
 def test_fit_in_other_ways(options: dict[str, Any]) -> None:

@@ -71,20 +71,6 @@ def test_a_state_loads_into_variables_that_have_one_also_while_a_graph_is_built(
     assert all(np.array_equal(a, b) for a, b in zip(exchanged, expected, strict=True))
 
 
-def test_what_was_restored_can_be_saved_before_a_step(tmp_path: Path) -> None:
-    first, second, third = (TopKEF(**SPARSE) for _ in range(3))
-    model, _ = trained(first, 3)
-    path = tf.train.Checkpoint(compression=first).save(str(tmp_path / "one"))
-    tf.train.Checkpoint(compression=second).restore(path)
-    path = tf.train.Checkpoint(compression=second).save(str(tmp_path / "two"))
-    tf.train.Checkpoint(compression=third).restore(path)
-    other, _ = trained(third, 1, first=3)
-    expected = trained(first, 1, first=3, model=model)[1]
-    for mine, theirs in zip(residuals(third), residuals(first), strict=True):
-        assert np.array_equal(mine, theirs)
-    assert len(expected) == len(other.variables)
-
-
 def test_a_tensor_that_is_no_variable_is_refused() -> None:
     watched = tf.ones([3])
     with tf.GradientTape() as tape:

@@ -19,8 +19,8 @@ DENSE = hvd.Compression.none
 SHAPES = [(30, 20), (7,), (3, 5), ()]
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.everywhere(one_in=10)
+@pytest.mark.one_in(10)
+@pytest.mark.everywhere(one_in=20)
 @WAYS
 @pytest.mark.parametrize(
     "model",
@@ -127,21 +127,6 @@ def test_the_eager_way_traces_once() -> None:
         step(*batch(position, batch_size(position)))
     (function,) = compression._living_states()[0]._functions.values()
     assert function.experimental_get_tracing_count() == 1
-
-
-def test_another_number_of_ranks_has_a_function_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A graph has the number of ranks as a constant."""
-    model, compression = Perceptron(), TopKEF(ratio=0.1, min_numel=0)
-    step_of(model, compression)(*batch(0, batch_size(0)))
-    (state,) = compression._living_states()
-    (cached,), built = state._plans.values(), []
-    monkeypatch.setattr(state, "_build", lambda _, ratio, given: built.append(given))
-    for size in (2, 4, 4):
-        monkeypatch.setattr(type(state._state.collective), "size", size)
-        state._function(cached, 0.5)(tf.constant(0.0))
-    assert len(built) == 2
 
 
 def test_none_and_sparse_gradients_keep_their_places() -> None:

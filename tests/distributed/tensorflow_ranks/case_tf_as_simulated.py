@@ -45,15 +45,15 @@ def marks_of(row: Row) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] * (several or row.method in ("Dithered", "TernGrad"))
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.everywhere(one_in=10)
+@pytest.mark.one_in(11)
+@pytest.mark.everywhere(one_in=33)
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize(
     ("row", "graph"),
     [
         pytest.param(row, graph, id=f"{name}-{'graph' if graph else 'eager'}", marks=marks_of(row))
         for position, (name, row) in enumerate(ROWS.items())
-        if "residuals" not in row.settings
+        if not {"residuals", "allocation"} & {*row.settings}
         for graph in ((True, False) if position % 2 else (False, True))
     ],
 )

@@ -102,6 +102,7 @@ def test_a_saved_model_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     assert_ranks_equal(again.get_weights())
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5, first=2)
 @pytest.mark.parametrize(("library", "kind"), KEPT)
 def test_momentum_goes_on_with_and_without_compression(

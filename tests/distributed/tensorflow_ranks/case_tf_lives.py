@@ -79,6 +79,7 @@ def test_the_one_that_lives_answers(library: Any) -> None:
     assert first.steps == 16
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(9)
 @BOTH
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
@@ -104,6 +105,7 @@ def test_what_is_loaded_waits_for_the_optimizer_to_come(library: Any, way: str) 
     assert moved > 500
 
 
+@pytest.mark.slow
 def test_two_that_live_are_two() -> None:
     compression = TopKEF(**SPARSE)
     both = [

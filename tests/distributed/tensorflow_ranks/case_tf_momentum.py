@@ -30,6 +30,7 @@ def take(model: Linear, compression: TopKEF, step: int, graph: bool = True) -> l
     return model.exchange(compression, gradients_of(hvd.rank(), step), graph=graph)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4, first=2)
 @BOTH
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])

@@ -90,6 +90,7 @@ def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
     assert gap(Run(library, TopKEF(**SPARSE), graph=graph)) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(9)
 @BOTH
 def test_within_a_loss_scale(library: Any) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
 from case_tf_arrivals import LR, SHAPE, STEPS, Run, assert_libraries_agree, auto, codes_after
-from kerasses import LIBRARIES, distributed
+from kerasses import LIBRARIES
 from proof import assert_ranks_equal
-from tapes import noise
 
 from horovod_topk.updates.formulas import CUT, share
 from plain import PlainTopKEF as TopKEF
@@ -89,21 +87,3 @@ def test_momentum_without_arrivals_moves_weights_as_slowly_as_with_dense_sgd(lib
     moved = run.variable.numpy() - before
     assert MOMENTUM < np.median(moved) < 1.3 * MOMENTUM, "all at once it would be 10 times that"
     assert run.state("arrivals").min() == 248
-
-
-@BOTH
-def test_variables_of_no_dimension_train(library: Any) -> None:
-    scale, weight = tf.Variable(1.0), tf.Variable(noise(9, 0, SHAPE))
-    made = library.optimizers.SGD(LR, momentum=MOMENTUM)
-    optimizer = distributed(library, made, fitted(name="scalar"))
-    for step in range(4):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(scale * weight - noise(hvd.rank(), step, SHAPE)))
-        if library is tf_keras:
-            pairs = optimizer.compute_gradients(loss, [scale, weight], tape=tape)
-        else:
-            gradients = tape.gradient(loss, [scale, weight])
-            pairs = zip(gradients, [scale, weight], strict=True)
-        optimizer.apply_gradients(pairs)
-    assert_ranks_equal([scale.numpy(), weight.numpy()])
-    assert float(scale.numpy()) < 1.0

@@ -14,7 +14,6 @@ from tapes import Run, equal
 
 from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.errors import ConfigError, StateDictError
-from horovod_topk.schedules import ByNetwork
 from plain import PlainTopKEF as TopKEF
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
@@ -57,18 +56,6 @@ def test_a_schedule_decides_in_graphs(graph: bool) -> None:
     assert 0.0 < last.exposed_seconds <= last.exchange_seconds < 60.0
     assert last.compress_seconds > 0.0
     assert last.decompress_seconds > 0.0
-
-
-def test_a_schedule_by_network_decides_in_graphs() -> None:
-    """Any waiting is allowed: it takes the larger ratio once it has been patient."""
-    schedule = ByNetwork(levels=(0.25,), budget=100.0, settle=1)
-    run, levels = Run(TopKEF(**SPARSE, schedule=schedule), graph=True), []
-    for step in range(12):
-        run.take(step)
-        levels.append(run.seen[-1].level)
-    assert levels[:8] == [0.05] * 8
-    assert levels[-1] == 0.25
-    assert hvd.allgather_object(levels) == [levels] * hvd.size()
 
 
 def test_a_count_that_is_none_is_refused() -> None:
