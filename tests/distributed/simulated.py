@@ -35,8 +35,6 @@ NUMPY: Any = SimpleNamespace(
 SHAPES = (40, 33), (7,), (1100,)
 SPOILED, RESUMED, DENSE, STEPS = 2, 3, 5, 7  # steps with a NaN, after loading, that send everything
 
-Arrays = Mapping[str, Any]
-
 
 class Row(NamedTuple):
     """A compressor: its class, its settings, and whether results have the bits of NumPy's."""
@@ -72,7 +70,8 @@ ROWS = {
     "top-k, warm-up": of(ratio=0.05, warmup=[(2, 0.5), (4, 0.2)]),
     "top-k, corrected momentum": of(momentum=0.9),
     "top-k, Nesterov's": of(momentum=(0.9, "nesterov")),
-    "top-k, narrow residuals": of(residuals="int4"),  # not in TensorFlow
+    "top-k, narrow residuals": of(residuals="int4"),  # this and the next not in TensorFlow
+    "top-k, adaptive": of(allocation="adaptive"),
     "sharded": of(exchange="sharded"),
     "sharded, int8, fewer back": of(exchange="sharded", values="int8", ratio=(0.1, 0.02)),
     "sharded, int2": of(exchange="sharded", values="int2"),

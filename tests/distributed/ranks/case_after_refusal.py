@@ -8,14 +8,12 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
-from torch import nn
 
 import training
 from horovod_topk.errors import (
     ConfigError,
     PlanMismatchError,
     TopKError,
-    UnsupportedDtypeError,
     UnsupportedOperationError,
 )
 from plain import PlainTopKEF as TopKEF
@@ -148,30 +146,6 @@ def test_two_optimizers_do_not_share_a_parameter(first: Any) -> None:
     assert TopKEF.of(optimizer).stats().steps == 2
 
 
-def test_muon_beside_adamw() -> None:
-    """Each exchanges its own parameters; names may be those of the whole model."""
-    task = Setup().task()
-    matrices = [p for p in task.parameters() if p.ndim == 2]
-    others = [p for p in task.parameters() if p.ndim != 2]
-    own = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
-    both = [
-        hvd.DistributedOptimizer(
-            each, named_parameters=task.named_parameters(), compression=TopKEF(**SPARSE)
-        )
-        for each in own
-    ]
-    for step in range(4):
-        for optimizer in both:
-            optimizer.zero_grad()
-        task.loss(hvd.rank(), step).backward()
-        for optimizer in both:
-            optimizer.step()
-    assert_ranks_equal(task.parameters())
-    for optimizer in both:
-        stats = TopKEF.of(optimizer).stats()
-        assert (stats.steps, stats.rolled_back) == (4, 0)
-
-
 class Lookahead(torch.optim.Optimizer):
     """Made of an optimizer, not of parameters."""
 
@@ -216,18 +190,3 @@ def test_a_failure_between_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fails(*args: Any) -> None:
     raise ArithmeticError
-
-
-def test_complex_parameters() -> None:
-    p = nn.Parameter(torch.ones(40, dtype=torch.complex64))
-    with pytest.raises(
-        UnsupportedDtypeError, match=r"complex64.*shape \[..., 2\], which torch.view"
-    ):
-        hvd.DistributedOptimizer(training.sgd([p]), [("w", p)], compression=TopKEF())
-    real = nn.Parameter(torch.view_as_real(p.detach()))
-    optimizer = hvd.DistributedOptimizer(
-        training.sgd([real]), [("w", real)], compression=TopKEF(**SPARSE)
-    )
-    (torch.view_as_complex(real) * (1 + hvd.rank() * 1j)).abs().sum().backward()
-    optimizer.step()
-    assert_ranks_equal([real])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import training
+from horovod_topk.core.control import allocation
 from horovod_topk.core.plan.nodes import Location
 from horovod_topk.torch_training.gradients import local
 from simulated import ROWS, SHAPES, Row, assert_as_simulated
@@ -60,5 +61,6 @@ class Trained:
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_each_step_is_that_of_simulated_ranks(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, "FIRST", 1)  # allocations after 1, 2, 4 committed steps
     place(monkeypatch, Location("host", 0, int(hvd.rank() >= -(-hvd.size() // 2))))
     assert_as_simulated(partial(Trained, row), row, hvd.rank(), hvd.size())

@@ -118,18 +118,6 @@ def test_a_state_that_is_broadcast_like_a_model_does() -> None:
     assert other.state.stats().steps == 1
 
 
-def test_all_ranks_change_together() -> None:
-    job = Training(TopKEF(warmup=[(2, 0.5)]))
-    for ratio in (None, 1.0, None):
-        job.state.set_ratio(ratio)
-        for _ in range(2):
-            job.step()
-    job.state.reset()
-    job.step()
-    weights = hvd.allgather(torch.cat([p.detach().flatten() for p in job.model.parameters()])[None])
-    assert all(torch.equal(weights[0], each) for each in weights)
-
-
 @pytest.mark.horovod
 def test_one_rank_dense() -> None:
     compression = hvd.Compression.none if hvd.rank() == ODD else TopKEF()

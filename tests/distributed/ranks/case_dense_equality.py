@@ -181,18 +181,3 @@ def test_sparse_embedding_is_left_to_horovod() -> None:
     assert stats.elements == sum(p.numel() for p in task.head.parameters())
     assert list(TopKEF.of(optimizer).state_dict()["residuals"]) == ["head.bias", "head.weight"]
     assert_ranks_equal(task.parameters())
-
-
-def test_sparse_as_dense_is_compressed() -> None:
-    setup = Setup(
-        build=training.Embedded,
-        optimizer=training.plain_sgd,
-        options={"sparse_as_dense": True},
-    )
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(ratio=0.1, min_numel=0))
-    for step in range(3):
-        training.ordinary(task, optimizer, step)
-    assert "embedding.weight" not in TopKEF.of(optimizer).stats().skipped
-    assert TopKEF.of(optimizer).residual("embedding.weight").norm() > 0
-    assert_ranks_equal(task.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,16 +22,6 @@ PLAIN = Setup(optimizer=training.plain_sgd)
 
 def corrected(**settings: Any) -> TopKEF:
     return TopKEF(**{"ratio": 0.1, "min_numel": 0, "momentum": 0.9, **settings})
-
-
-@pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
-def test_at_ratio_one_it_is_the_momentum_of_sgd(exchange: str) -> None:
-    dense = training.trajectory(Setup(optimizer=heavy_ball), hvd.Compression.none, steps=12)
-    ours = training.trajectory(PLAIN, corrected(ratio=1.0, exchange=exchange), steps=12)
-    for one, other in zip(ours, dense, strict=True):
-        for mine, theirs in zip(one, other, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def heavy_ball(parameters: Any) -> torch.optim.Optimizer:
@@ -59,31 +48,6 @@ def test_a_momentum_of_the_optimizer_is_refused() -> None:
         Setup(optimizer=normalising).distributed(
             Setup().task(), corrected(momentum=(0.9, "nesterov"))
         )
-
-
-def test_adamw_normalises_the_velocity_at_ratio_one() -> None:
-    """As if it had been given the sum 0.9^i g that SGD's momentum is."""
-    task, plain = Setup(optimizer=normalising).task(), Setup(optimizer=normalising).task()
-    optimizer = Setup(optimizer=normalising).distributed(task, corrected(ratio=1.0))
-    by_hand = normalising(list(plain.parameters()))
-    velocities = [torch.zeros_like(p) for p in plain.parameters()]
-    for step in range(4):
-        training.ordinary(task, optimizer, step)
-        plain.zero_grad()
-        plain.loss(hvd.rank(), step).backward()
-        for index, (p, velocity) in enumerate(zip(plain.parameters(), velocities, strict=True)):
-            assert p.grad is not None
-            velocity.mul_(0.9).add_(hvd.allreduce(p.grad, name=f"by_hand.{index}"))
-            p.grad = velocity.clone()
-        by_hand.step()
-    for ours, theirs in zip(task.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_adam_as_it_is_draws_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "horovod_topk"):
-        Setup(optimizer=training.adamw).distributed(Setup().task(), TopKEF())
-    assert "Pass momentum='auto'" in caplog.text
 
 
 def test_a_momentum_that_comes_later_is_refused() -> None:

@@ -15,7 +15,6 @@ import training
 from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup
-from witness import assert_ranks_equal, assert_same
 from world import hvd
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -56,41 +55,6 @@ def copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: copied(value) for key, value in state.items()}
     return [copied(value) for value in state] if isinstance(state, list) else state
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_at_full_ratio_it_is_dense_training(name: str) -> None:
-    """To the bit, with two ranks, as everything is sent."""
-    setup = Setup(optimizer=OPTIMIZERS[name])
-    settings = {"ratio": 1.0, "values": "float32", "exchange": "allgather"}
-    found = []
-    for compression in (adapted(**settings), hvd.Compression.none):
-        task = setup.task()
-        optimizer = setup.distributed(task, compression)
-        for step in range(5):
-            training.ordinary(task, optimizer, step)
-        found.append(training.snapshot(task))
-    assert_ranks_equal(found[0])
-    if hvd.size() <= 2:
-        assert_same(*found)
-
-
-def test_a_step_that_raises_has_not_happened() -> None:
-    """Weights, means, arrivals and residuals are as before it."""
-    failing = Failing.of()
-    task, other = failing.task(), failing.task()
-    optimizer, plain = (failing.distributed(each, adapted()) for each in (task, other))
-    for step in range(4):
-        if step == 2:
-            Failing.fails = True
-            before = training.snapshot(task)
-            with pytest.raises(RuntimeError, match="on purpose"):
-                training.ordinary(task, optimizer, step)
-            Failing.fails = False
-            assert_same(before, training.snapshot(task))
-        training.ordinary(task, optimizer, step)
-        training.ordinary(other, plain, step)
-    assert_same(training.snapshot(task), training.snapshot(other))
 
 
 class Failing(torch.optim.RAdam):

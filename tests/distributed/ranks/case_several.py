@@ -446,28 +446,6 @@ def test_a_checkpoint_is_shared_out_to_another_exchange(tmp_path: Path) -> None:
 
 
 @OVER_DDP
-def test_a_copied_model_is_attached_to_new_optimizers() -> None:
-    job = Job(by_network, (training.sgd, training.adamw), SPARSE)
-    train(job, 3)
-    again = copy.deepcopy(job.model)
-    state = adapter.TopKEF.of(again)
-    assert not state.active
-    for network in ("one", "other"):
-        names = [name for name in state.state_dict()["residuals"] if name.startswith(network)]
-        kept = [state.state_dict()["residuals"][name] for name in sorted(names)]
-        assert torch.equal(bits(kept), bits(job.residuals(network)))
-    parts = by_network(again.module)
-    made = [make(part) for make, part in zip((training.sgd, training.adamw), parts, strict=True)]
-    for new, old in zip(made, job.optimizers, strict=True):
-        new.load_state_dict(copy.deepcopy(old.state_dict()))
-    adapter.TopKEF(**SPARSE).attach(again, made)
-    adapter.TopKEF.of(again).load_state_dict(state.state_dict())
-    expected = train(job, 3, first=3)
-    job.model, job.task, job.optimizers = again, again.module, made
-    assert_same(train(job, 3, first=3), expected)
-
-
-@OVER_DDP
 def test_a_state_goes_from_two_optimizers_to_one_and_back() -> None:
     """Arrays are by tensor name, whichever optimizer had them; the format of one is as it was."""
     job = Job(by_network, (training.plain_sgd,) * 2, SPARSE)
@@ -632,16 +610,6 @@ def test_statistics_are_of_all_optimizers() -> None:
 
 
 @OVER_DDP
-def test_two_backwards_through_one_network_for_one_step() -> None:
-    job = Job(by_network, (training.adamw, training.sgd), SPARSE, find_unused_parameters=True)
-    train(job, 2)
-    job.zero_grad()
-    job.backward(2, "one")
-    with pytest.raises(RepeatedSynchronizeError, match=r"one\.\d\.(weight|bias).*zero_grad"):
-        job.backward(3, "one")
-
-
-@OVER_DDP
 def test_two_losses_in_turns_of_one_optimizer() -> None:
     """The first loss's gradients were exchanged twice, and what was sent stayed in the residual."""
     job = Job(
@@ -656,43 +624,7 @@ def test_two_losses_in_turns_of_one_optimizer() -> None:
     train(job, 2)
 
 
-@OVER_DDP
-def test_gradients_that_no_sync_adds_up() -> None:
-    job, alike = (Job(by_network, (training.adamw, training.sgd), SPARSE) for _ in "12")
-
-    def in_two(job: Job, step: int) -> None:
-        job.zero_grad()
-        with job.model.no_sync():
-            job.backward(step)
-        job.backward(step)
-        for each in job.optimizers:
-            each.step()
-
-    def doubled(job: Job, step: int) -> None:
-        job.zero_grad()
-        (2 * job.model(hvd.rank(), step)).backward()
-        for each in job.optimizers:
-            each.step()
-
-    assert_same(train(job, 4, in_two), train(alike, 4, doubled))
-    assert job.total("steps") == alike.total("steps") == 8
-
-
 # Optimizers that are refused, and classes around several.
-
-
-@OVER_DDP
-def test_a_class_around_both_may_step_them() -> None:
-    job, alike = (Job(by_dimensions, (muon, training.adamw), SPARSE) for _ in "12")
-    both = Both(*job.optimizers)
-
-    def step_both(job: Job, step: int) -> None:
-        both.zero_grad()
-        job.backward(step)
-        both.step()
-
-    assert_same(train(job, 4, step_both), train(alike, 4))
-    assert job.total("steps") == 8 and job.total("rolled_back") == 0
 
 
 @OVER_DDP

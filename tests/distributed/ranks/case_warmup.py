@@ -12,42 +12,15 @@ import training
 from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup
-from witness import (
-    record,
-)
 from world import hvd
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
-WARM = SPARSE | {"warmup": [(2, 0.5), (4, 0.2)]}
-RATIOS = [0.5, 0.5, 0.2, 0.2, 0.05, 0.05]
 SETUP = Setup(optimizer=training.plain_sgd)
 
 
 def train(task: Any, optimizer: Any, steps: Any) -> None:
     for step in steps:
         training.ordinary(task, optimizer, step)
-
-
-@pytest.mark.horovod
-def test_collectives_have_one_name_at_all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = SETUP.task()
-    optimizer = SETUP.distributed(task, TopKEF(**WARM))
-    recording, seen = record(monkeypatch), []
-    for step in range(len(RATIOS)):
-        training.ordinary(task, optimizer, step)
-        (name,), (size,) = recording.take()
-        seen.append((name, size))
-    assert len({name for name, _ in seen}) == 1
-    assert len(set(seen)) == 3
-    assert seen[0][1] > seen[2][1] > seen[4][1]
-
-
-def test_skipped_steps_do_not_count() -> None:
-    task = SETUP.task()
-    optimizer = SETUP.distributed(task, TopKEF(**WARM))
-    for step in range(3):
-        training.thrown_away(task, optimizer, step)
-    assert TopKEF.of(optimizer).ratio == 0.5
 
 
 @pytest.mark.world_size(2, 3)

@@ -10,9 +10,7 @@ import torch
 from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
 
 import training
-from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.errors import NotAttachedError
-from horovod_topk.torch import OptimizerState
 from plain import PlainTopKEF as TopKEF
 from training import Setup
 from witness import assert_same_history, record, spoiled
@@ -27,15 +25,6 @@ def built(setup: Setup | None = None, compression: object = None) -> tuple[Any, 
 
 
 # TopKEF, class and instance.
-
-
-def test_of_when_the_class_was_passed() -> None:
-    task, optimizer = built(compression=TopKEF)
-    state = TopKEF.of(optimizer)
-    assert isinstance(state, OptimizerState)
-    training.ordinary(task, optimizer, 0)
-    stats = state.stats()
-    assert (stats.active, stats.ranks, stats.steps) == (True, 2, 1)
 
 
 def test_of_gives_each_optimizer_its_own_state() -> None:
@@ -161,38 +150,6 @@ def test_buckets_leave_as_they_fill(monkeypatch: pytest.MonkeyPatch) -> None:
 # Counters.
 
 
-def test_on_step_counters() -> None:
-    task, optimizer = built()
-    seen: list[StepCounters] = []
-    TopKEF.of(optimizer).on_step(seen.append)
-    training.ordinary(task, optimizer, 0)
-    optimizer.zero_grad()
-    task.loss(hvd.rank(), 1).backward()
-    optimizer.synchronize()
-    optimizer.zero_grad()  # thrown away
-    training.ordinary(task, optimizer, 2)
-    stats = TopKEF.of(optimizer).stats()
-    assert [c.step for c in seen] == [1, 2, 3]
-    assert [c.committed for c in seen] == [True, False, True]
-    assert {c.payload_bytes for c in seen} == {stats.payload_bytes}
-    assert {c.sent_bytes for c in seen} == {stats.sent_bytes}
-    assert {c.dense_bytes for c in seen} == {stats.dense_bytes}
-    assert all(c.flagged == () for c in seen)
-
-
-def test_norms() -> None:
-    task, optimizer = built(Setup(optimizer=training.plain_sgd))
-    gradients: list[torch.Tensor] = []
-    for p in task.parameters():
-        p.register_hook(lambda g: gradients.append(g.flatten().clone()))
-    training.ordinary(task, optimizer, 0)
-    stats = TopKEF.of(optimizer).stats()
-    owed = TopKEF.of(optimizer).state_dict()["residuals"].values()
-    assert stats.gradient_norm == pytest.approx(float(torch.cat(gradients).norm()), rel=1e-5)
-    assert stats.residual_norm == pytest.approx(float(torch.cat(list(owed)).norm()), rel=1e-5)
-    assert 0 < stats.residual_norm < stats.gradient_norm
-
-
 def test_late_parameters_are_named() -> None:
     task, optimizer = built(Setup(build=training.Optional))
     for step in range(6):
@@ -238,10 +195,3 @@ def test_other_compressors_behave_as_without_us(
     for owner, attribute in SEAM:
         monkeypatch.setattr(owner, attribute, getattr(owner, attribute).__wrapped__)
     assert_same_history(with_us, training.trajectory(setup, compression, 8))
-
-
-def test_a_dense_optimizer_beside_ours() -> None:
-    task, optimizer = built()
-    dense = training.trajectory(Setup(), hvd.Compression.none, 3)
-    training.ordinary(task, optimizer, 0)
-    assert_same_history(dense, training.trajectory(Setup(), hvd.Compression.none, 3))
