@@ -14,8 +14,8 @@ training equals dense, nothing is lost, a step commits or rolls back, and what a
 | `all`  | in all launches of their file | in all launches of their file                       |
 
 Under torchrun, where the code that exchanges is the same, the fast tier has cases marked
-`everywhere` alone, and of each test one in four of its parametrisations; the rest has the others. A
-case marked `horovod` does not run there.
+`everywhere` alone, on two ranks, and of each test one in four of its parametrisations; the rest has
+the others. A case marked `horovod` does not run there.
 
 `everywhere(one_in=4)` is for a test with many parameters: beside the launch that runs all of them,
 the fast tier runs one in four. A case marked `slow` is not in the fast tier at all, and of a test
@@ -149,13 +149,12 @@ def runs(
 TORCH = named("torch", "alone", "nodes", "ddp", "fsdp")
 # Those that know no adapter, with FSDP2: every rank is a node.
 FSDP = (
-    *("allocation", "as_simulated", "checkpoint", "groups_ratios", "methods", "options"),
+    *("as_simulated", "checkpoint", "groups_ratios", "methods", "options"),
     *("ranks_agree", "training_loops", "updates"),
 )
 # The files that ask nothing of Horovod but its verbs, in ranks/over_torch.py; and DDP's own.
 DDP = (
     *(
-        "allocation",
         "as_simulated",
         "changes_alone",
         "checkpoint",
@@ -163,7 +162,6 @@ DDP = (
         "commit_or_roll_back",
         "conservation",
         "ddp",
-        "error_feedback",
         "grad_scaler",
     ),
     *("groups_ratios", "guard", "hierarchical", "learning_rates", "local_steps", "methods"),
@@ -198,7 +196,7 @@ JOBS = (
     Job("torch", "mpi", 3, TORCH, settings=DYNAMIC),
     Job("torch", "mpi", 4, TORCH, AFTERWARDS, settings=DYNAMIC),
     Job("ddp", "torchrun", 2, DDP),
-    Job("ddp", "torchrun", 3, DDP),
+    Job("ddp", "torchrun", 3, DDP, AFTERWARDS),
     Job("ddp", "torchrun", 4, DDP, AFTERWARDS),
     Job("fsdp", "torchrun", 4, ("fsdp",)),
     Job("fsdp", "torchrun", 2, FSDP, AFTERWARDS, settings={"TEST_ADAPTER": "fsdp"}),
