@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend
+from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend, each_of
 from oracle.dithered import Dithered, DitheredSum
 from oracle.world import Gradients, World, same_bits
 
@@ -23,9 +23,7 @@ METHODS = {
     "reduce": DitheredSum(min_numel=8),
 }
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-each_backend = pytest.mark.parametrize(
-    "backend", [NUMPY, TORCH, NATIVE, TENSORFLOW], ids=lambda backend: backend.name
-)
+each_backend = each_of(NUMPY, NATIVE, TENSORFLOW, rest=[TORCH])
 
 
 def world_of(method: Method, backend: Backend = NUMPY) -> World:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -527,16 +526,6 @@ def test_some_samples_are_used_and_some_are_not() -> None:
 
 
 @each_way
-def test_row(backend: Backend) -> None:
-    payloads = backend.array(np.array([9, 1, 2, 9, 9, 3, 4, 9]), "uint8")
-    loaded = backend.ops.load(payloads, 4, 1, 2)
-    for position, expected in enumerate(([1, 2], [3, 4])):
-        row = backend.ops.row(loaded, position)
-        assert backend.numpy(row).tolist() == expected
-        assert backend.ops.numel(row) == 2
-
-
-@each_way
 @given(data=st.data())
 def test_take(backend: Backend, data: st.DataObject) -> None:
     values, index = data.draw(arrays_with_index(backend, "float32"))
@@ -757,23 +746,6 @@ def test_floats_at_the_limits(
 
 
 @each_way
-@pytest.mark.parametrize(("kind", "digits"), [("float16", 11), ("bfloat16", 8)])
-def test_a_float64_goes_by_way_of_float32(backend: Backend, kind: str, digits: int) -> None:
-    """Just above half-way between 1 and the next one; rounded once it would go up."""
-    above_half = [1 + 2.0**-digits + 2.0**-40]
-    assert as_values(pack(backend, above_half, kind, "float64"), kind).tolist() == [1.0]
-
-
-@each_way
-@given(data=st.data(), wide=st.sampled_from(WIDE))
-def test_full_width_changes_nothing(backend: Backend, data: st.DataObject, wide: str) -> None:
-    values = data.draw(arrays(backend, wide, min_size=1))
-    sent = pack(backend, values, wide, wide)
-    assert sent == values.tobytes()
-    assert unpack(backend, [sent], values.size, wide, wide).tobytes() == sent
-
-
-@each_way
 @pytest.mark.parametrize("kind", SCALED)
 @given(data=st.data(), wide=st.sampled_from(WIDE))
 def test_values_share_the_scale_of_their_block(
@@ -782,15 +754,6 @@ def test_values_share_the_scale_of_their_block(
     values = data.draw(amounts(backend, wide))
     with np.errstate(all="ignore"):
         assert pack(backend, values, kind, wide).hex() == packed(values, kind).hex()
-
-
-@each_way
-@pytest.mark.parametrize("kind", SCALED)
-@pytest.mark.parametrize("count", [1, 129, 5000])
-def test_normal_values_in_blocks(backend: Backend, kind: str, count: int) -> None:
-    values = np.random.default_rng(count).standard_normal(count)
-    assert pack(backend, values, kind, "float64") == packed(values, kind)
-    assert pack(backend, values, kind) == packed(values.astype(np.float32), kind)
 
 
 @each_way
@@ -823,26 +786,6 @@ def test_blocks_at_the_limits(
     backend: Backend, wide: str, kind: str, values: list[float], expected: str
 ) -> None:
     assert pack(backend, values, kind, wide) == bytes.fromhex(expected)
-
-
-@each_way
-@pytest.mark.parametrize("wide", WIDE)
-@pytest.mark.parametrize(
-    ("kind", "most"),
-    [("int8", 127), ("stable8", 127), ("int4", 7), ("int3", 1), ("int2", 1), ("sign", 1)],
-)
-@given(data=st.data())
-def test_multiples_of_a_scale_come_back(
-    backend: Backend, wide: str, kind: str, most: int, data: st.DataObject
-) -> None:
-    """As long as each block has the largest multiple, and signs nothing else."""
-    count = data.draw(st.sampled_from([1, 2, 127, 128, 130, 1025]))
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
-    values = rng.integers(-most, most + 1, count).astype(wide)
-    values[:: 128 if most > 1 else 1] = most
-    values *= rng.choice([-1, 1], count) * 2.0 ** data.draw(st.integers(-80, 80))
-    sent = pack(backend, values, kind, wide)
-    assert np.array_equal(unpack(backend, [sent], count, kind, wide), [values])
 
 
 @each_way
@@ -1059,18 +1002,6 @@ def test_validate_hands_every_head_and_answer_to_the_host(backend: Backend) -> N
 
 
 @each_way
-def test_validate_without_answers(backend: Backend) -> None:
-    seen = []
-
-    def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
-        seen.extend([heads, answers])
-        return [False]
-
-    backend.ops.validate(backend.array(np.arange(4), "uint8"), 2, 1, [], check, 1)
-    assert seen == [[b"\0", b"\2"], []]
-
-
-@each_way
 @given(data=st.binary(min_size=1, max_size=20), at=st.integers(0, 3))
 def test_store_bytes_and_to_host(backend: Backend, data: bytes, at: int) -> None:
     payload = backend.array(np.full(24, 7), "uint8")
@@ -1095,13 +1026,6 @@ def test_store_nonfinite_sets_one_bit_a_part(
     flags = sum(1 << i for i, value in enumerate(bad) if value is not None)
     expected = b"\xff" + flags.to_bytes(length, "little") + b"\xff"
     assert backend.ops.to_host(payload) == expected
-
-
-@each_way
-def test_an_empty_part_is_finite(backend: Backend) -> None:
-    payload = backend.array(np.array([0xFF]), "uint8")
-    backend.ops.store_nonfinite(payload, 0, [backend.ops.zeros(0, "float64", "cpu")])
-    assert backend.ops.to_host(payload) == b"\0"
 
 
 # Receive.
@@ -1430,30 +1354,6 @@ def test_uniform_numbers_fill_the_interval(backend: Backend) -> None:
 
 
 # Rules for all.
-
-
-@each_way
-def test_no_verb_draws_random_numbers(backend: Backend) -> None:
-    candidate = np.random.default_rng(1).standard_normal(3 * 2**16).astype(np.float32)
-    torch_before, numpy_before = torch.random.get_rng_state(), np.random.get_state()[1].tobytes()
-    chosen = [
-        backend.numpy(backend.ops.select(backend.array(candidate, "float32"), 2000)).tobytes()
-        for _ in range(2)
-    ]
-    assert chosen[0] == chosen[1]
-    assert torch.equal(torch.random.get_rng_state(), torch_before)
-    assert np.random.get_state()[1].tobytes() == numpy_before
-
-
-@given(values=arrays(TORCH, "float32"))
-def test_bfloat16_gradients_lose_nothing_but_their_own_rounding(values: Array) -> None:
-    rounded = torch.from_numpy(values).to(torch.bfloat16)
-    out = TORCH.ops.zeros(values.size, "float32", "cpu")
-    TORCH.ops.compensate(torch.zeros(values.size), rounded, out)
-    assert bits(TORCH, out) == bits(TORCH, rounded.float() + 0.0)
-    back = torch.empty_like(rounded)
-    TORCH.ops.write_scaled(out, 1.0, back, False)
-    torch.testing.assert_close(back, rounded, rtol=0, atol=0, equal_nan=True)
 
 
 @each_way

@@ -5,7 +5,7 @@ An implementation joins the contract suite, the laws and the golden bytes by add
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,10 +80,12 @@ OPERATIONS = replace(TENSORFLOW, name="operations", ops=TensorFlowOps())
 GRAPH = replace(TENSORFLOW, name="graph", ops=GraphOps())
 
 
-def _each(*backends: Backend) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("backend", backends, ids=lambda backend: backend.name)
+def each_of(*backends: Backend, rest: Sequence[Backend] = ()) -> pytest.MarkDecorator:
+    """A test for each implementation; the fast tier has none of `rest`."""
+    late = [pytest.param(each, marks=pytest.mark.slow) for each in rest]
+    return pytest.mark.parametrize("backend", [*backends, *late], ids=lambda each: each.name)
 
 
-each_backend = _each(NUMPY, TORCH, NATIVE)  # for laws that try hundreds of jobs
-each_framework = _each(NUMPY, TORCH, NATIVE, TENSORFLOW, OPERATIONS)
-each_way = _each(NUMPY, TORCH, TENSORFLOW, GRAPH)  # a graph for every call of every verb
+each_backend = each_of(NUMPY, NATIVE, rest=[TORCH])  # for laws that try hundreds of jobs
+each_framework = each_of(NUMPY, NATIVE, OPERATIONS, rest=[TORCH, TENSORFLOW])
+each_way = each_of(NUMPY, TORCH, TENSORFLOW, rest=[GRAPH])  # a graph for every call of every verb

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from oracle import elastic
+from oracle.elastic import Member
 
 from horovod_topk.checkpoint import shard
 from horovod_topk.core.control.guard import Memory
@@ -22,28 +22,10 @@ from horovod_topk.errors import ConfigError, PlanMismatchError
 from horovod_topk.methods.topk import TopK
 
 SHAPES = {"w": [30, 7], "b": [5]}
-PATIENCE = 60.0  # seconds
-
-
-class Room:
-    """Where ranks meet; `Talk` for as many threads as it has places."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=PATIENCE)
-        self.said: list[Any] = [None] * size
-
-    def exchange(self, rank: int, what: Any) -> list[Any]:
-        self.said[rank] = what
-        self._barrier.wait()
-        heard = list(self.said)
-        self._barrier.wait()
-        return heard
-
-
 GUARD = tuple(map(float, Memory(stage=3, since=5, trend=1)))
 
 
-class Rank:
+class Rank(Member):
     """One process: residuals, and their manager. It is its manager's `State` and `Talk`."""
 
     framework, active, part = "numpy", True, ""
@@ -83,25 +65,6 @@ class Rank:
     def owed(self) -> np.ndarray[Any, Any]:
         return np.concatenate([self.residuals[name] for name in SHAPES]).astype("f8")
 
-    # As a talk.
-
-    def enter(self, room: Room, rank: int) -> None:
-        self.room, self.rank = room, rank
-
-    def gather(self, data: bytes, name: str) -> list[bytes]:
-        return self.room.exchange(self.rank, data)
-
-    def broadcast(self, state: Mapping[str, Any], root: int, name: str) -> Mapping[str, Any]:
-        received: Mapping[str, Any] = self.room.exchange(self.rank, state)[root]
-        return received
-
-    def average(self, array: Any, name: str) -> Any:
-        everyone = self.room.exchange(self.rank, array.copy())
-        return (np.sum(everyone, axis=0, dtype="f8") / len(everyone)).astype("f4")
-
-    def beside(self, array: Any, other: Any) -> Any:
-        return array
-
     # As a training script.
 
     def step(self, noise: np.random.Generator) -> None:
@@ -116,51 +79,17 @@ def sum_of(ranks: Sequence[Rank]) -> np.ndarray[Any, Any]:
     return np.sum([rank.owed() for rank in ranks], axis=0)
 
 
-class Job:
-    """Ranks, as Horovod's driver orders them: who was there before first."""
+class Job(elastic.Job):
+    """Ranks that step without an exchange."""
 
     def __init__(self, size: int, reduction: str, commit_dir: Path | None = None) -> None:
         self.reduction, self.commit_dir = reduction, commit_dir
-        self.ranks: list[Rank] = []
         self.noise = np.random.default_rng(0)
-        self.join(size)
-
-    def together(self, what: Callable[[Rank], object]) -> None:
-        """On all ranks, one thread each."""
-        room = Room(len(self.ranks))
-        for place, rank in enumerate(self.ranks):
-            rank.enter(room, place)
-        with ThreadPoolExecutor(len(self.ranks)) as pool:
-            for done in [pool.submit(what, rank) for rank in self.ranks]:
-                done.result()
-
-    def settle(self) -> None:
-        self.together(lambda rank: rank.manager.reconcile())
+        super().__init__(lambda: Rank(commit_dir, reduction), size)
 
     def step(self) -> None:
         for rank in self.ranks:
             rank.step(self.noise)
-
-    def commit(self) -> None:
-        for rank in self.ranks:
-            rank.manager.save()
-
-    def join(self, count: int) -> None:
-        self.ranks += [Rank(self.commit_dir, self.reduction) for _ in range(count)]
-        self.settle()
-
-    def leave(self, places: Sequence[int], joining: int = 0) -> None:
-        """With a warning."""
-        self.together(lambda rank: rank.manager.hand_over())
-        self.ranks = [rank for place, rank in enumerate(self.ranks) if place not in places]
-        self.join(joining)
-
-    def lose(self, places: Sequence[int], joining: int = 0) -> None:
-        """Without."""
-        self.ranks = [rank for place, rank in enumerate(self.ranks) if place not in places]
-        for rank in self.ranks:
-            rank.manager.restore()
-        self.join(joining)
 
     def mass(self) -> np.ndarray[Any, Any]:
         return sum_of(self.ranks) / (len(self.ranks) if self.reduction == "average" else 1)
@@ -178,7 +107,7 @@ def test_who_joins_changes_nothing(reduction: str, joining: int) -> None:
     job = Job(3, reduction)
     job.step()
     before = job.mass()
-    job.join(joining)
+    job.meet(joining=joining)
     job.assert_mass(before)
     assert all(np.all(e == 0) for rank in job.ranks[3:] for e in rank.residuals.values())
 
@@ -197,17 +126,6 @@ def test_who_leaves_hands_over(reduction: str, joining: int, kept: bool, tmp_pat
 
 
 @reductions
-def test_eight_to_four_to_six(reduction: str) -> None:
-    job = Job(8, reduction)
-    for gone, joining in (([1, 3, 4, 7], 0), ([], 2)):
-        job.step()
-        before = job.mass()
-        job.leave(gone, joining)
-        np.testing.assert_allclose(job.mass(), before, rtol=1e-6, atol=1e-6 * abs(before).max())
-    assert len(job.ranks) == 6
-
-
-@reductions
 def test_a_failure_after_handing_over_does_not_undo_it(reduction: str) -> None:
     job = Job(4, reduction)
     job.step()
@@ -217,7 +135,7 @@ def test_a_failure_after_handing_over_does_not_undo_it(reduction: str) -> None:
     job.step()
     for rank in job.ranks:  # all of them live
         rank.manager.restore()
-    job.settle()
+    job.meet()
     job.assert_mass(before)
 
 
@@ -397,16 +315,8 @@ def test_who_joins_learns_the_clock() -> None:
     job = Job(2, "average")
     for _ in range(6):
         job.step()
-    job.join(2)
+    job.meet(joining=2)
     assert {rank.clock for rank in job.ranks} == {(6, 0.25, (0.5, 1.0), GUARD)}
-
-
-def test_going_back_before_the_first_commit_with_others() -> None:
-    job = Job(2, "average")
-    job.step()
-    job.lose([])  # a failure, and nobody is lost
-    job.assert_mass(0 * job.mass())
-    assert {rank.stats().lost_ranks for rank in job.ranks} == {0}
 
 
 def test_what_a_joiner_has_loaded_is_the_others_already() -> None:
@@ -416,23 +326,8 @@ def test_what_a_joiner_has_loaded_is_the_others_already() -> None:
     late = Rank(None, "average")
     late.step(job.noise)
     job.ranks.append(late)
-    job.settle()
+    job.meet()
     job.assert_mass(before)
-
-
-def test_a_commit_of_fewer_tensors_is_gone_back_to() -> None:
-    job = Job(2, "average")
-    job.step()
-    job.commit()
-    before = job.ranks[0].residuals["w"].copy()
-    for rank in job.ranks:
-        assert rank.manager._saved is not None
-        del rank.manager._saved.state["residuals"]["b"]
-        rank.manager._saved.state["shapes"] = {"w": SHAPES["w"]}
-    job.step()
-    job.lose([])
-    np.testing.assert_array_equal(job.ranks[0].residuals["w"], before)
-    assert not job.ranks[0].residuals["b"].any()
 
 
 def test_a_rank_that_went_back_to_another_step_is_counted_as_lost() -> None:
@@ -454,34 +349,6 @@ def test_a_loss_is_counted_once() -> None:
     job.lose([2])
     job.lose([])  # before the next commit
     assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
-
-
-def test_handing_over_between_commits_leaves_the_commit(tmp_path: Path) -> None:
-    job = Job(3, "average", tmp_path)
-    job.step()
-    job.commit()
-    before = job.mass()
-    job.step()
-    job.together(lambda rank: rank.manager.hand_over())
-    job.lose([])
-    job.assert_mass(before)
-
-
-def test_where_ranks_owe_for_other_tensors_nobody_hands_over(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    job = Job(3, "average")
-    job.step()
-    before = [rank.owed() for rank in job.ranks]
-    job.ranks[1].state_dict = lambda: {  # type: ignore[method-assign]
-        "version": 1,
-        "ratio": 0.1,
-        "shapes": {},
-        "residuals": {},
-    }
-    job.together(lambda rank: rank.manager.hand_over())
-    assert "residuals of different tensors" in caplog.text
-    np.testing.assert_array_equal(job.ranks[0].owed(), before[0])
 
 
 @pytest.mark.parametrize("elder_knows", [True, False])
@@ -512,7 +379,7 @@ def test_a_joiner_that_knows_no_plan_yet_is_welcome() -> None:
     job = Job(2, "average")
     for rank in job.ranks:
         rank.agreed = make_plan([TensorSpec("w", (30, 7), "float32")], TopK())
-    job.join(1)
+    job.meet(joining=1)
     assert job.ranks[2].manager.units == 3
 
 

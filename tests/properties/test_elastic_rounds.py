@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from oracle import elastic
 from oracle.backends import NUMPY, TORCH, Backend
+from oracle.elastic import PATIENCE, Member
 from oracle.loopback import Loopback
 from oracle.schedules import ByGradient
 from oracle.two_rounds import TwoRounds
@@ -34,7 +33,6 @@ from horovod_topk.methods.topk import TopK
 from horovod_topk.updates.tracker import ADAM, SGD, AdamFollower, Rule, Tracker
 
 SPECS = [TensorSpec("w", (40, 24), "float32"), TensorSpec("v", (30,), "float32")]
-PATIENCE = 60.0  # seconds
 ROWS: list[Method] = [
     METHODS[name](exchange=exchange, min_numel=64, **settings)  # type: ignore[arg-type]
     for name, settings in (("PowerSGD", {"rank": 2}), ("RandomK", {"ratio": 0.1}))
@@ -78,7 +76,7 @@ class _Fallible:
         return self.pending.wait()
 
 
-class Rank(Attached[StepRunner[Any]]):
+class Rank(Member, Attached[StepRunner[Any]]):
     """One process: a real compressor and its manager."""
 
     rate = 0.1  # learning rate
@@ -105,31 +103,6 @@ class Rank(Attached[StepRunner[Any]]):
         assert self.manager is not None
         self.manager.save()  # type: ignore[attr-defined]
 
-    # As a talk.
-
-    said: list[Any]
-    barrier: Barrier
-
-    def tell(self, what: Any) -> list[Any]:
-        self.said[self.place_of.rank] = what
-        self.barrier.wait()
-        heard = list(self.said)
-        self.barrier.wait()
-        return heard
-
-    def gather(self, data: bytes, name: str) -> list[bytes]:
-        return self.tell(data)
-
-    def broadcast(self, state: Mapping[str, Any], root: int, name: str) -> Mapping[str, Any]:
-        received: Mapping[str, Any] = self.tell(state)[root]
-        return received
-
-    def average(self, array: Any, name: str) -> Any:
-        return sum(self.tell(array)) / len(self.said)
-
-    def beside(self, array: Any, other: Any) -> Any:
-        return array
-
     # What it has.
 
     def array(self, part: str, name: str = "w") -> NDArray[Any]:
@@ -144,8 +117,8 @@ class Rank(Attached[StepRunner[Any]]):
         return [self.backend.numpy(array).tobytes() for array in arrays]
 
 
-class Job:
-    """Ranks in threads, in the order in which Horovod's driver lists them: who stayed first."""
+class Job(elastic.Job):
+    """Ranks that exchange by a method."""
 
     def __init__(
         self,
@@ -155,43 +128,18 @@ class Job:
         commit_dir: Path | None = None,
         rule: Rule | None = None,
     ) -> None:
-        self.method, self.backend, self.commit_dir, self.rule = method, backend, commit_dir, rule
-        self.ranks: list[Rank] = []
         self.random = np.random.default_rng(0)
-        self.meet(joining=size)
+        own = method, backend, commit_dir, rule
+        super().__init__(lambda: Rank(*own), size, self.connect)
 
-    def together(self, what: Callable[[Rank], Any]) -> list[Any]:
-        with ThreadPoolExecutor(len(self.ranks)) as pool:
-            return [done.result() for done in [pool.submit(what, rank) for rank in self.ranks]]
-
-    def meet(self, gone: Sequence[int] = (), joining: int = 0) -> None:
-        self.ranks = [rank for place, rank in enumerate(self.ranks) if place not in gone]
-        own = self.method, self.backend, self.commit_dir, self.rule
-        new = [Rank(*own) for _ in range(joining)]
-        self.ranks += new
-        network: Loopback[Any] = Loopback(len(self.ranks), self.backend.ops, PATIENCE)
-        said, barrier = [None] * len(self.ranks), Barrier(len(self.ranks), timeout=PATIENCE)
-        for place, rank in enumerate(self.ranks):
+    @staticmethod
+    def connect(ranks: list[Rank], new: list[Rank]) -> None:
+        network: Loopback[Any] = Loopback(len(ranks), ranks[0].backend.ops, PATIENCE)
+        for place, rank in enumerate(ranks):
             rank.place_of.network, rank.place_of.rank = network, place
             rank.place_of.waits = math.inf
-            rank.said, rank.barrier = said, barrier
         for rank in new:
             rank.begin()
-        self.together(lambda rank: rank.manager.reconcile())
-
-    def leave(self, gone: Sequence[int], joining: int = 0) -> None:
-        self.together(lambda rank: rank.manager.hand_over())
-        self.meet(gone, joining)
-
-    def lose(self, gone: Sequence[int], joining: int = 0) -> None:
-        for place, rank in enumerate(self.ranks):
-            if place not in gone:
-                rank.manager.restore()
-        self.meet(gone, joining)
-
-    def commit(self) -> None:
-        for rank in self.ranks:
-            rank.manager.save()
 
     def steps(self, count: int) -> list[list[bytes]]:
         """Make some steps; all ranks apply the same, and have the same shared state."""
