@@ -126,14 +126,6 @@ def test_one_flagged_bucket_rolls_back_the_others() -> None:
     assert before[0]["a"].any()
 
 
-def test_the_step_after_a_refused_one_commits() -> None:
-    world = two_buckets()
-    world.exchange(ones(a=np.nan))
-    assert world.commit() == [False, False]
-    world.exchange(ones())
-    assert world.commit() == [True, True]
-
-
 def test_commit_and_rollback_without_a_finished_step_do_nothing() -> None:
     world = two_buckets()
     assert world.commit() == [False, False]

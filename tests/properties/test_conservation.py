@@ -61,18 +61,6 @@ def test_nothing_is_lost_or_invented(backend: Backend, data: st.DataObject) -> N
 
 
 @each_backend
-@given(data=st.data())
-def test_with_full_width_values_what_is_sent_owes_nothing(
-    backend: Backend, data: st.DataObject
-) -> None:
-    job = data.draw(jobs(ranks=ALONE, values=["float32"], exchanges=GATHERED))
-    world = World(job.plan, 1, backend)
-    world.step(data.draw(steps(job, 1, huge=True))[0])
-    residual, chosen = world.residuals()[0], world.decoded(0).chosen
-    assert all(not residual[name][index].any() for name, index in chosen.items())
-
-
-@each_backend
 @pytest.mark.parametrize("numel", [2**16 - 1, 2**16, 2**16 + 1])
 @pytest.mark.parametrize("indices", ["packed", "plain"])
 @pytest.mark.parametrize("values", VALUES)
@@ -143,6 +131,7 @@ def test_what_float16_cannot_hold_waits(backend: Backend, reduction: str, method
     assert_finite_and_conserved(backend, reduction, method)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_what_float16_cannot_hold_waits_in_tensorflow(exchange: str) -> None:
     assert_finite_and_conserved(TENSORFLOW, "sum", TopK(0.1, min_numel=0, exchange=exchange))

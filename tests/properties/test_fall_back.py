@@ -116,20 +116,7 @@ def test_at_two_ranks_later_steps_are_those_of_dense_to_the_bit(
         assert same_bits(take(job, given), take(dense, given))
 
 
-def test_a_momentum_that_is_a_number_stays_corrected() -> None:
-    """At ratio 1 this equals momentum of the exchanged gradients, within rounding."""
-    job = world(replace(TOPK, momentum=0.5), 2)
-    storm(job)
-    take(job, gradients(2, 7))
-    before = [dict(rank.state_dict()["velocity"]["residuals"]) for rank in job.ranks]
-    given = gradients(2, 8)
-    exchanged = take(job, given)
-    for name in "ab":
-        own = [0.5 * u[name] + g[name].reshape(-1) for u, g in zip(before, given, strict=True)]
-        expected = sum(own) / 2
-        np.testing.assert_allclose(exchanged[0][name].reshape(-1), expected, rtol=1e-4, atol=1e-5)
-
-
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", METHODS)
 def test_reports_of_some_ranks_decide_for_all(kind: str) -> None:
     job = world(METHODS[kind])
@@ -181,13 +168,6 @@ def test_dense_gradients_of_many_ranks_are_not_gathered() -> None:
     take(job, given)
     assert job.ranks[0].traffic().sent_bytes < 0.5 * traffic.sent_bytes
     assert {rank.exchange.kind for rank in job.ranks} == {"allgather"}
-
-
-def test_only_flags_need_no_byte() -> None:
-    storms = Guard(trend=None, residual=None)
-    assert TopK(guard=storms).measures == ()
-    plans = [make_plan(SPECS, replace(TOPK, guard=guard)) for guard in (None, storms)]
-    assert [p.buckets[0].payload_bytes for p in plans] == [plans[0].buckets[0].payload_bytes] * 2
 
 
 @pytest.mark.parametrize("saved_at", [2, 4, 5, 6, 8])

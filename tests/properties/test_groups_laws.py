@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle.backends import NUMPY, TORCH, Backend, each_backend
+from oracle.backends import NUMPY, Backend, each_backend
 from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.loopback import Loopback, on_every_rank
@@ -84,28 +84,6 @@ def test_what_is_dense_is_as_if_it_were_small(backend: Backend, data: st.DataObj
 
 
 @each_backend
-@examples(20)
-@given(data=st.data())
-def test_tensors_do_not_mind_the_ratios_of_others(backend: Backend, data: st.DataObject) -> None:
-    """Each is, to the bit, as in a job in which all have its ratio."""
-    job = data.draw(grouped(gather_ratios=[None]))
-    world = World(job.plan, job.ranks, backend)
-    history = [(g, world.step(g)) for g in data.draw(steps(job, 2))]
-    ratios = {s.name: job.plan.config.own.get(s.name, job.config.ratio) for s in job.specs}
-    for ratio in set(ratios.values()):
-        config = replace(job.config, ratio=ratio, ratios=None)
-        other = World(replace(job, config=config).plan, job.ranks, backend)
-        names = [name for name, own in ratios.items() if own == ratio]
-        for gradients, exchanged in history:
-            assert same_bits(only(exchanged, names), only(other.step(gradients), names))
-        assert same_bits(only(everything(world), names), only(everything(other), names))
-
-
-def only(gradients: list[Gradients], names: list[str]) -> list[Gradients]:
-    return [{name: one[name] for name in names} for one in gradients]
-
-
-@each_backend
 @examples(15)
 @given(data=st.data())
 def test_at_a_level_a_tensor_sends_that_or_its_own(backend: Backend, data: st.DataObject) -> None:
@@ -131,38 +109,6 @@ def test_at_a_level_a_tensor_sends_that_or_its_own(backend: Backend, data: st.Da
         compressor.load_state_dict(state.state_dict())
     assert same_bits(warming.step(second), after.step(second))
     assert same_bits(everything(warming), everything(after))
-
-
-@each_backend
-@examples(15)
-@given(data=st.data())
-def test_a_dense_step_pays_all_that_is_owed(backend: Backend, data: st.DataObject) -> None:
-    job = data.draw(grouped(ratios=[0.05, 0.25]))
-    world = World(job.plan, job.ranks, backend)
-    first, second = data.draw(steps(job, 2))
-    world.step(first)
-    for compressor in world.ranks:
-        compressor.set_ratio(1.0)
-    world.step(second)
-    assert not any(e.any() for one in everything(world) for e in one.values())
-
-
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
-def test_momentum_of_what_is_dense_is_that_of_the_optimizer(exchange: str) -> None:
-    specs = [TensorSpec("w", (2000,), "float32"), TensorSpec("head", (40,), "float32")]
-    rules = checked_rules({"head": "dense"})
-    config = TopK(
-        0.01, momentum=0.5, min_numel=0, exchange=exchange, ratios=rules, values="float32"
-    )
-    world = World(make_plan(specs, config), 2, TORCH)
-    gradients = [
-        {"w": np.ones(2000, np.float32), "head": np.full(40, rank + 1.0, np.float32)}
-        for rank in range(2)
-    ]
-    for expected in (1.5, 2.25, 2.625):
-        assert (world.step(gradients)[0]["head"] == expected).all()
-    velocities = [rank.state_dict()["velocity"]["residuals"] for rank in world.ranks]
-    assert all((each["w"] == 0).any() and (each["head"] != 0).all() for each in velocities)
 
 
 # Ranks agree on the ratio of each tensor, whatever they derived it from.

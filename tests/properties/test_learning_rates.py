@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from oracle.backends import NUMPY, TORCH, Backend, each_backend
+from oracle.backends import TORCH, Backend, each_backend
 from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
@@ -165,13 +165,6 @@ def test_a_resumed_job_is_the_one_that_never_stopped(exchange: str) -> None:
     assert same_bits(job.world.residuals(), again.world.residuals())
 
 
-def test_a_constant_rate_changes_nothing() -> None:
-    followed, plain = Followed(plan_of()), Followed(plan_of(), update_rule=False)
-    for gradients in gradients_of(4):
-        assert same_bits(followed.step((0.1, 0.3), gradients), plain.step((0.1, 0.3), gradients))
-    assert same_bits(followed.world.residuals(), plain.world.residuals())
-
-
 @pytest.mark.parametrize("rate", [0.0, -0.1, math.nan, math.inf])
 def test_what_is_no_rate_is_not_followed(rate: float) -> None:
     """Residuals stay in the units that they have."""
@@ -245,25 +238,6 @@ def test_a_rate_is_told_as_a_share_of_the_largest_so_far() -> None:
     assert (again.rescalings(5), again.decay("w")) == ({}, rates.decay("w"))
     again.load({"rates": {"w": 0.2}})  # as earlier versions saved it
     assert again.decay("w") == 1.0
-
-
-def test_a_first_rate_of_zero_is_none() -> None:
-    present = [0.0]
-    rates = Rates(lambda: {"w": present[0]})
-    assert (rates.rescalings(0), rates.units) == ({}, {})
-    present[0] = 0.1
-    assert (rates.rescalings(1), rates.units) == ({}, {"w": 0.1})
-
-
-def test_residuals_stay_finite_down_to_the_smallest_rate() -> None:
-    job = Followed(plan_of(), NUMPY)
-    (gradients,) = gradients_of(1)
-    rate = 10.0
-    while rate > 1e-20:
-        job.step((rate, rate), gradients)
-        rate /= 300
-    assert all(np.isfinite(e).all() for one in job.world.residuals() for e in one.values())
-    assert job.world.ranks[0].rolled_back == 0
 
 
 def test_ranks_of_other_rates_are_told_apart() -> None:

@@ -133,6 +133,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("method", "setting"), CELLS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_all_ranks_have_the_same_weights_after_each_outer_step(

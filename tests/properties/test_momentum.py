@@ -110,16 +110,6 @@ def test_velocity_is_zero_where_it_was_sent_and_whole_elsewhere(
             assert (after[name][tiny] == left[tiny]).all() or not backend.denormals
 
 
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
-def test_at_ratio_one_it_is_heavy_ball_momentum(exchange: str) -> None:
-    config = TopK(1.0, momentum=0.5, exchange=exchange)
-    world = World(make_plan([TensorSpec("w", (40,), "float32")], config), 2, NUMPY)
-    gradients = [{"w": np.full(40, rank + 1.0, np.float32)} for rank in range(2)]
-    applied = [world.step(gradients)[0]["w"] for _ in range(3)]
-    for got, expected in zip(applied, (1.5, 2.25, 2.625), strict=True):
-        np.testing.assert_array_equal(got, np.full(40, expected, np.float32))
-
-
 def one_rank(momentum: float = 0.9) -> World:
     config = TopK(0.1, momentum=momentum, min_numel=0)
     return World(make_plan([TensorSpec("w", (40,), "float32")], config), 1, TORCH)

@@ -35,7 +35,6 @@ ROWS += [("allgather", nodes_of_sizes([1] * 8)), *(("hierarchical", each) for ea
 each_row = pytest.mark.parametrize(
     ("exchange", "nodes"), ROWS, ids=[f"{kind}-{nodes.ranks}" for kind, nodes in ROWS]
 )
-each_topology = pytest.mark.parametrize("nodes", NODES, ids=lambda nodes: str(nodes.ranks))
 
 
 def plan_of(exchange: str, reduction: str = "average", **settings: Any) -> Plan:
@@ -112,23 +111,6 @@ def test_applied_and_waiting_are_the_sum_of_all_means(
         assert not any(e.any() for one in world.residuals() for e in one.values())
 
 
-@each_row
-def test_ratio_one_is_the_dense_mean_and_a_sum_is_as_many_means(
-    exchange: str, nodes: Nodes
-) -> None:
-    worlds = [
-        World(plan_of(exchange, op, ratio=1.0), sum(nodes.sizes), NUMPY, nodes=nodes)
-        for op in ("average", "sum")
-    ]
-    gradients = some_gradients(np.random.default_rng(0), worlds[0].size)
-    one, other = (world.step(gradients)[0] for world in worlds)
-    for name in SIZES:
-        dense = np.mean([each[name].astype(np.float64) for each in gradients], 0)
-        np.testing.assert_allclose(one[name], dense, rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(one[name] * worlds[0].size, other[name], rtol=1e-6)
-    assert not any(e.any() for each in kept(worlds[0]) for e in each.values())
-
-
 @st.composite
 def topologies(draw: st.DrawFn) -> Nodes:
     """Nodes of 1 to 8 ranks in all, in any order."""
@@ -153,50 +135,6 @@ def test_every_rank_and_framework_has_the_same_bits(
     assert same_bits(*(world.owned() for world in worlds))
 
 
-@pytest.mark.parametrize("exchange", ["sharded", "hierarchical"])
-@given(data=st.data())
-def test_collectives_of_a_bucket_have_sizes_that_the_plan_knows(
-    exchange: str, data: st.DataObject
-) -> None:
-    nodes = data.draw(topologies())
-    job = data.draw(jobs(ranks=st.just(sum(nodes.sizes)), exchanges=[exchange]))
-    world = World(job.plan, job.ranks, NUMPY, "job.7", nodes)
-    for gradients in data.draw(steps(job, 2)):
-        world.step(gradients)
-    directions = legs_of_owners if exchange == "sharded" else legs_of_nodes
-    for rank, compressor in enumerate(world.ranks):
-        sent = [(name, len(payload)) for name, payload in world.payloads(rank)]
-        assert sorted(sent) == sorted(directions(world, rank) * 2)
-        handed = sum(size for _, size in directions(world, rank))
-        assert compressor.traffic().payload_bytes == handed
-
-
-def legs_of_owners(world: World, rank: int) -> list[tuple[str, int]]:
-    """Names and bytes of what a rank hands to collectives in a step."""
-    expected = []
-    for bucket in world.plan.buckets:
-        split, name = shard(bucket, world.size), f"job.7.{bucket.ordinal}"
-        expected.append((f"{name}.scatter", split.scatter_bytes * world.size))
-        expected.append((f"{name}.gather", split.gather_bytes))
-    return expected
-
-
-def legs_of_nodes(world: World, rank: int) -> list[tuple[str, int]]:
-    """The same of the hierarchical exchange."""
-    node, owners = world.nodes.of(rank), world.nodes.owners
-    owns, expected = world.nodes.position(rank) < owners, []
-    for bucket in world.plan.buckets:
-        plan, name = shard_sums(bucket, world.nodes), f"job.7.{bucket.ordinal}"
-        width = 8 if bucket.residual_dtype == "float64" else 4
-        back = plan.sum_bytes if owns else 0
-        if len(node) > 1:
-            expected.append((f"{name}.reduce", width * sum(each.numel for each in plan.sums)))
-            expected.append((f"{name}.spread", back * len(world.nodes.ranks)))
-        if len(world.nodes.ranks) > 1 and owns:
-            expected.append((f"{name}.gather", back))
-    return expected
-
-
 @given(numel=st.integers(0, 9000), parts=st.integers(1, 9), name=st.text(max_size=3))
 def test_every_element_has_one_owner(numel: int, parts: int, name: str) -> None:
     places = [
@@ -207,39 +145,7 @@ def test_every_element_has_one_owner(numel: int, parts: int, name: str) -> None:
     assert max(map(len, places)) - min(map(len, places)) <= 512
 
 
-def test_small_tensors_do_not_all_have_the_same_owner() -> None:
-    specs = [TensorSpec(f"bn{i}.bias", (60,), "float32") for i in range(100)]
-    (bucket,) = make_plan(specs, TopK(exchange="sharded")).buckets
-    loads = [sum(tensor.numel for tensor in each.tensors) for each in shard(bucket, 4).scatter]
-    assert max(loads) < 1.5 * sum(loads) / 4
-
-
-def test_bytes_do_not_grow_with_the_ranks() -> None:
-    plan = make_plan([TensorSpec("w", (10**5,), "float32")], TopK(exchange="sharded"))
-    sent = [World(plan, ranks, NUMPY).ranks[0].traffic().sent_bytes for ranks in (2, 8)]
-    assert sent[1] < 2 * sent[0]  # a ring allreduce of the dense gradients grows 1.75 times
-
-
-@each_topology
-def test_groups_are_in_the_order_in_which_they_gather(nodes: Nodes) -> None:
-    assert all(list(group) == sorted(group) for group in nodes.groups)
-
-
 # States.
-
-
-def test_another_ranks_state_is_refused() -> None:
-    world = sharded(2)
-    random = np.random.default_rng(0)
-    world.step(some_gradients(random, 2))
-    before = kept(world)
-    message = "rank 1 of 2 that own shards, this is rank 0 of 2"
-    with pytest.raises(StateDictError, match=message):
-        world.ranks[0].load_state_dict(world.ranks[1].state_dict())
-    gathered = World(make_plan([t.spec for t in world.plan.tensors()], TopK()), 2, NUMPY)
-    with pytest.raises(StateDictError, match="this is an exchange without owners"):
-        gathered.ranks[0].load_state_dict(world.ranks[0].state_dict())
-    assert same_bits(kept(world), before)
 
 
 def test_the_state_of_other_ranks_and_nodes_is_refused() -> None:
@@ -268,53 +174,6 @@ def test_fewer_tensors_keep_what_waits(exchange: str) -> None:
     assert same_bits(kept(world), [{n: e for n, e in one.items() if n != "bias"} for one in before])
     norms = [compressor.norm_of("conv") > 0 for compressor in world.ranks]
     assert norms == [True, exchange == "sharded", True]  # the second rank owns nothing of its node
-
-
-def test_norms_of_what_a_rank_keeps_and_of_what_it_owns_are_apart() -> None:
-    world = sharded(3, ratio=0.1)
-    world.step(some_gradients(np.random.default_rng(0), 3))
-    for compressor in world.ranks:
-        state = compressor.state_dict()
-        parts = compressor.residual_norm(), compressor.owned_norm()
-        for found, kept in zip(parts, (state, state["owned"]), strict=True):
-            flat = np.concatenate([np.ravel(e) for e in kept["residuals"].values()])
-            assert found == pytest.approx(np.linalg.norm(flat)) != 0
-
-
-def test_what_a_rank_owes_includes_what_it_owns() -> None:
-    """At ratio 1 the ranks keep nothing, the owners all that they did not send back."""
-    world = sharded(2, ratio=1.0, gather_ratio=0.01)
-    world.step(some_gradients(np.random.default_rng(0), 2))
-    assert not any(one["conv"].any() for one in world.residuals())
-    assert all(compressor.norm_of("conv") > 0 for compressor in world.ranks)
-    assert all(compressor.residual_norm() == 0 for compressor in world.ranks)
-    assert all(compressor.owned_norm() > 0 for compressor in world.ranks)
-    assert world.ranks[0].norm_of("bias") == 0
-
-
-def test_counters_are_of_both_directions() -> None:
-    world = sharded(2)
-    split = shard(world.plan.buckets[0], 2)
-    mine = [*split.scatter, split.gather[0]]
-    assert world.ranks[0].traffic().selected == sum(plan.entries for plan in mine)
-
-
-def test_ranks_that_deal_otherwise_do_not_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    (bucket,) = plan_of("sharded").buckets
-    here = shard(bucket, 2)
-    monkeypatch.setattr("horovod_topk.core.plan.shards.SHARD_BLOCK", 64)
-    there = shard(bucket, 2)
-    assert {p.digest for p in here.scatter}.isdisjoint(p.digest for p in there.scatter)
-    assert {p.digest for p in here.gather}.isdisjoint(p.digest for p in there.gather)
-
-
-def test_the_gradients_norm_is_of_this_rank() -> None:
-    world = hierarchical((3, 1))
-    gradients = some_gradients(np.random.default_rng(0), 4)
-    world.step(gradients)
-    for compressor, one in zip(world.ranks, gradients, strict=True):
-        norm = np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in one.values()))
-        assert compressor.gradient_norm() == pytest.approx(norm, rel=1e-6)
 
 
 def test_a_node_sends_less_than_its_ranks_would() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from oracle.backends import NUMPY, TORCH
+from oracle.backends import NUMPY
 from oracle.world import World
 
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
@@ -45,6 +45,7 @@ def test_without_error_feedback_the_mean_over_steps_is_the_gradient(ratio: float
     assert not any(one["w"].any() for one in world.residuals())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ratio", [0.01, 0.3])
 def test_it_contracts_by_the_share_that_is_sent(ratio: float) -> None:
     g = gradient_of()
@@ -72,39 +73,3 @@ def test_one_element_of_each_stretch_is_drawn_and_each_equally_often(size: int, 
     lengths = np.repeat(np.diff(ends), np.diff(ends))
     deviation = (counts - 600 / lengths) / np.sqrt(600 / lengths)
     assert abs(deviation).max() < 5
-
-
-def test_all_ranks_draw_the_same_and_steps_differ() -> None:
-    world = world_of(3, ratio=0.05)
-    gradients = [{"w": gradient_of() * (rank + 1)} for rank in range(3)]
-    drawn = []
-    for _ in range(2):
-        world.step(gradients)
-        changed = [np.flatnonzero(after["w"] == 0) for after in world.residuals()]
-        assert all(np.array_equal(changed[0], each) for each in changed)
-        drawn.append(changed[0])
-    assert not np.array_equal(*drawn)
-
-
-def test_at_ratio_one_it_is_dense() -> None:
-    specs = [TensorSpec("w", (SIZE,), "float32")]
-    world = World(make_plan(specs, RandomK(ratio=1.0)), 2, TORCH)
-    gradients = [{"w": gradient_of() + rank} for rank in range(2)]
-    (sent, _) = world.step(gradients)
-    assert np.array_equal(sent["w"], (gradients[0]["w"] + gradients[1]["w"]) / 2)
-
-
-def test_levels_send_more_at_first_and_everything_when_asked() -> None:
-    """Under `set_ratio(1.0)` the residual goes out, and what was sent in all is what came in."""
-    world, g = world_of(2, ratio=0.05, warmup=((2, 0.5),)), gradient_of()
-    sent = np.zeros(SIZE, np.float64)
-    for step in range(5):
-        if step == 4:
-            for rank in world.ranks:
-                rank.set_ratio(1.0)
-        before = world.residuals()[0]["w"]
-        sent += world.step([{"w": g}] * 2)[0]["w"]
-        changed = np.count_nonzero(world.residuals()[0]["w"] != before + g)
-        assert changed == (201, 201, 21, 21, SIZE)[step]
-    assert not world.residuals()[0]["w"].any()
-    np.testing.assert_allclose(sent, 5 * g.astype(np.float64), rtol=1e-5)

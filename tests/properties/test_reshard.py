@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle.backends import NUMPY, TENSORFLOW, TORCH, Backend
+from oracle.backends import NUMPY, Backend
 from oracle.world import World, nodes_of_sizes
 
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
@@ -68,38 +68,3 @@ def test_the_pending_mass_stays(before: Any, after: Any, reduction: str) -> None
         np.testing.assert_allclose(
             found[name], mass, rtol=1e-6, atol=1e-6 * abs(mass).max(initial=0)
         )
-
-
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("backend", [TORCH, TENSORFLOW], ids=["torch", "tensorflow"])
-@pytest.mark.parametrize(
-    ("before", "after"), [(JOBS[2], JOBS[4]), (JOBS[4], JOBS[6]), (JOBS[8], JOBS[0])]
-)
-def test_frameworks_do_the_same(backend: Backend, before: Any, after: Any) -> None:
-    old, expected = (job(each, *before, "average", steps=3) for each in (backend, NUMPY))
-    new, other = (job(each, *after, "average", steps=0) for each in (backend, NUMPY))
-    reload(old, new, "average")
-    reload(expected, other, "average")
-    for mine, theirs in zip(
-        new.residuals() + new.owned(), other.residuals() + other.owned(), strict=True
-    ):
-        for name in theirs:
-            np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("reduction", ["average", "sum"])
-@pytest.mark.parametrize(
-    ("before", "after"), [(JOBS[2], JOBS[4]), (JOBS[5], JOBS[0]), (JOBS[7], JOBS[5])]
-)
-def test_what_was_owed_is_applied_in_the_end(before: Any, after: Any, reduction: str) -> None:
-    """Steps without gradients let the new job send all that the old one had kept."""
-    old = job(NUMPY, *before, reduction, steps=3)
-    new = job(NUMPY, *after, reduction, steps=0)
-    reload(old, new, reduction)
-    expected = owed(old, reduction)["w"]
-    applied = np.zeros_like(expected)
-    nothing = [{s.name: np.zeros(s.shape, "f4") for s in SPECS} for _ in range(new.size)]
-    for _ in range(60):
-        applied += new.step(nothing)[0]["w"].ravel()
-    np.testing.assert_allclose(applied, expected, rtol=1e-5, atol=1e-5)

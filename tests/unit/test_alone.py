@@ -50,6 +50,7 @@ def run(folder: Path, present: str, code: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("present", WITH)
 def test_commands(present: str, tmp_path: Path) -> None:
     code = """
@@ -89,6 +90,7 @@ def test_an_adapter_whose_host_is_absent(
     assert cure in last
 
 
+@pytest.mark.tools
 @pytest.mark.distributed
 def test_bench_and_a_ddp_model_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "shapes.json").write_text('{"a": [64, 64], "b": [64]}')

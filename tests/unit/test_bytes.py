@@ -8,15 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from horovod_topk import cli
 from horovod_topk.cli.models import known_specs
 from horovod_topk.cli.options import MOST_LOCAL, MOST_RANKS
-from horovod_topk.core.plan.buckets import BucketPlan, make_plan
-from horovod_topk.cost import owners
+from horovod_topk.core.plan.buckets import make_plan
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import VALUES, TopK
 
@@ -145,51 +143,6 @@ def test_the_rank_that_sends_most_is_listed(capsys: pytest.CaptureFixture[str]) 
     """On uneven nodes that is none of the owners, of which the first rank is one."""
     assert cli.main(["bytes", "--ratio", "0.01", "--ranks", "7", "--local-size", "3"]) == 0
     assert rows(capsys.readouterr().out)["hierarchical", "int8"][0] == 103_897_280
-
-
-def test_buckets_are_split_once_for_each_kind_of_values(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That takes long where there are many ranks, and was done for each rank and each question."""
-    split = []
-    for module, name in ((owners, "shard"), (owners, "shard_sums")):
-        original = getattr(module, name)
-
-        def count(bucket: BucketPlan, parts: Any, original: Any = original) -> Any:
-            split.append((original.__name__, bucket.config.value_kind(bucket.residual_dtype)))
-            return original(bucket, parts)
-
-        monkeypatch.setattr(module, name, count)
-    assert (
-        cli.main(
-            ["bytes", "--ratio", "0.01", "--model", "resnet18", "--ranks", "6", "--local-size", "3"]
-        )
-        == 0
-    )
-    buckets = len(make_plan(known_specs("resnet18"), TopK(ratio=0.01, values="float32")).buckets)
-    assert len(split) == 2 * len(VALUES) * buckets
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("ranks", range(2, 9))
-def test_a_resnet50_at_any_number_of_ranks(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the format and the exchange were made to reach, at ratio 0.01 and 0.001."""
-    cli.main(["bytes", "--ratio", "0.01", "--ranks", str(ranks)])
-    one_percent = rows(capsys.readouterr().out)
-    cli.main(["bytes", "--ranks", str(ranks), "--ratio", "0.001", "--min-numel", "0"])
-    one_in_a_thousand = rows(capsys.readouterr().out)
-    assert one_percent["sharded", "int8"][1] > 165
-    assert one_percent["sharded", "int4"][1] > 220
-    assert one_in_a_thousand["sharded", "int8"][1] > 1000
-
-
-def test_a_second_ratio_costs_what_it_sends(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["bytes", "--ratio", "0.01", "--gather-ratio", "0.001"])
-    less = rows(capsys.readouterr().out)
-    cli.main(["bytes", "--ratio", "0.01"])
-    same = rows(capsys.readouterr().out)
-    assert less["allgather", "int8"] == same["allgather", "int8"]
-    assert 1.5 < less["sharded", "int8"][1] / same["sharded", "int8"][1] < 2
 
 
 @pytest.mark.parametrize(

@@ -180,18 +180,6 @@ def test_a_tensor_that_does_not_fit_starts_at_zero_when_asked(tmp_path: Path, ca
     assert not fresh.residuals()[1]["läyer/b"].any()
 
 
-def test_owners_of_another_lay_out_start_at_zero_when_asked(tmp_path: Path, caplog: Any) -> None:
-    """Two tensors of a hierarchical exchange, one of them of another shape."""
-    saved = trained(TORCH, "hierarchical")
-    save(saved, tmp_path)
-    fresh = trained(TORCH, "hierarchical", steps=1, specs=CHANGED)
-    with caplog.at_level(logging.WARNING):
-        checkpoint.load(tmp_path, ranks(fresh)[0], strict=False)
-    assert "läyer/b" in caplog.text
-    assert fresh.owned()[0]["w"].tobytes() == saved.owned()[0]["w"].tobytes()
-    assert not fresh.owned()[0]["läyer/b"].any()
-
-
 @FRAMEWORKS
 @pytest.mark.parametrize(
     ("before", "after", "size"),
@@ -214,17 +202,6 @@ def owed(world: World) -> dict[str, Any]:
     states = (compressor.state_dict() for compressor in world.ranks)
     total = pending(states, world.size, "average", world.backend.ops)
     return {name: world.backend.numpy(array) for name, array in total.items()}
-
-
-@EXCHANGES
-@pytest.mark.parametrize("numel", [2, 5])
-def test_other_shapes_are_refused_with_other_ranks_too(
-    tmp_path: Path, exchange: str, numel: int
-) -> None:
-    save(trained(TORCH, "allgather"), tmp_path)
-    specs = [SPECS[0], TensorSpec("läyer/b", (numel,), "float32")]
-    fresh = trained(TORCH, exchange, steps=1, specs=specs, size=2)
-    assert_refused(tmp_path, fresh, "läyer/b")
 
 
 def released(world: World) -> World:
@@ -410,17 +387,6 @@ def test_another_optimizers_shard_of_the_same_step_is_not_replaced(tmp_path: Pat
     checkpoint.save(tmp_path, other)  # of a later step, as a run that goes on elsewhere writes it
 
 
-def test_a_long_run_remembers_its_last_files_alone(tmp_path: Path) -> None:
-    (state,) = ranks(trained(TORCH, "allgather"))[:1]
-    for step in range(5):
-        state.steps = step
-        checkpoint.save(tmp_path / str(step), state)
-        checkpoint.save(tmp_path / str(step), state, name="besides")
-    known = [path for path in checkpoint._written if path.is_relative_to(tmp_path)]
-    assert {path.parent.name for path in known} == {"4"}
-    assert len(known) == 2
-
-
 def test_what_one_setting_of_momentum_saved_another_does_not_take_on(tmp_path: Path) -> None:
     """Whether or not the exchange is the same."""
     plan = make_plan(SPECS, TopK(ratio=0.1, min_numel=0, momentum=0.9))
@@ -498,19 +464,6 @@ def test_residuals_are_refused_where_none_are_kept(backend: Backend, method: Any
     keeping = World(make_plan(SPECS, Dense(min_numel=0, exchange="allgather")), 2, backend)
     keeping.ranks[0].load_state_dict({**state, "committed": 1})
     assert keeping.residuals()[0]["w"].all()
-
-
-@pytest.mark.parametrize("size", [RANKS, 2])
-def test_a_checkpoint_of_residuals_starts_at_zero_where_none_are_kept_if_asked(
-    tmp_path: Path, size: int
-) -> None:
-    save(trained(TORCH, "allgather"), tmp_path)
-    job = World(make_plan(SPECS, TernGrad(min_numel=0)), size, TORCH)
-    for rank in ranks(job):
-        with pytest.raises(StateDictError, match="keeps no residual"):
-            checkpoint.load(tmp_path, rank)
-        checkpoint.load(tmp_path, rank, strict=False)
-    assert not any(array.any() for part in job.residuals() for array in part.values())
 
 
 @each_backend

@@ -11,7 +11,7 @@ from oracle.backends import NUMPY, Backend, each_backend
 from oracle.world import World, same_bits
 
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
-from horovod_topk.core.run.stats import Stats, measured
+from horovod_topk.core.run.stats import measured
 from horovod_topk.errors import StateDictError
 from horovod_topk.methods.topk import TopK
 
@@ -101,21 +101,6 @@ def test_gradients_can_be_delivered_elsewhere(backend: Backend) -> None:
 # Statistics
 
 
-def test_bytes() -> None:
-    job = world(ranks=4)
-    compressor = job.ranks[0]
-    payloads = [len(payload) for _, payload in _after_a_step(job).payloads(0)]
-    assert compressor.ranks == 4
-    assert compressor.traffic().payload_bytes == sum(payloads)
-    assert compressor.traffic().sent_bytes == 3 * sum(payloads)
-    assert compressor.traffic().dense_bytes == 2 * 3 * (50 * 4 + 50 * 8) // 4
-
-
-def _after_a_step(job: World) -> World:
-    job.step(some_gradients(0, job.size))
-    return job
-
-
 @each_backend
 @pytest.mark.parametrize("ending", ["open", "commit", "rollback"])
 def test_norms_of_the_residual_and_of_the_last_gradient(backend: Backend, ending: str) -> None:
@@ -146,27 +131,6 @@ def test_share_of_the_squares_that_was_sent(backend: Backend, exchange: str) -> 
         share = 1.0 - (norm(job.residuals()[0]) / norm(whole)) ** 2
         assert 0.0 < share < 1.0
         assert measured(job.ranks[0].squares())["sent_share"] == pytest.approx(share, rel=1e-5)
-
-
-@each_backend
-@pytest.mark.parametrize("action", ["reset", "load_state_dict"])
-def test_the_gradients_norm_survives_a_change_of_residuals(backend: Backend, action: str) -> None:
-    """Or is zero, as before the first step; but it is not a number made of both."""
-    job = world(1, backend)
-    compressor = job.ranks[0]
-    states = [compressor.registry.state_dict(0.01)]
-    for seed in range(2):
-        gradients = some_gradients(seed, ranks=1)
-        job.step(gradients)
-        states.append(compressor.registry.state_dict(0.01))
-    compressor.reset() if action == "reset" else compressor.load_state_dict(states[1])
-    reported = compressor.gradient_norm()
-    assert reported == 0.0 or reported == pytest.approx(norm(gradients[0]), rel=1e-5)
-
-
-def test_reduction_is_dense_bytes_over_sent_bytes() -> None:
-    assert Stats(dense_bytes=800, sent_bytes=20).reduction == 40.0
-    assert Stats().reduction == 1.0
 
 
 # Replanning

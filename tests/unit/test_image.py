@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from image import buildah, check, docker, engine
+from image import check, docker, engine
 from image.buildah import Configuration, end_processes_below
 from image.engine import ImageError
 from image.pip import CERTIFICATES, PipSettings
@@ -228,10 +228,6 @@ def test_what_is_copied_is_not_ignored(dockerfile: Path) -> None:
             for source in [word for word in copied.split()[:-1] if not word.startswith("--")]:
                 assert (ROOT / source).exists()
                 assert source.rstrip("/") in admitted
-
-
-def test_the_base_is_known() -> None:
-    assert buildah.SUITE == "bookworm" and "debian:12." in buildah.base_of(engine.DOCKERFILE)
 
 
 # The set-up

@@ -24,7 +24,6 @@ from oracle.world import World
 from horovod_topk.core.exchange.probe import compare
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.run.stats import StepCounters
-from horovod_topk.core.run.timing import Seconds, StepTimer
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.topk import TopK
@@ -125,14 +124,6 @@ def test_memory_is_of_all_buffers(exchange: str) -> None:
     sent = rank.traffic().payload_bytes
     assert sent < rank.exchange.buffer_bytes(plan) < 10 * sent + 2 * 5240
     assert rank.memory_bytes > rank.exchange.buffer_bytes(plan)
-
-
-def test_the_parts_of_a_step() -> None:
-    timer = StepTimer(compressing=0.5, decompressing=0.25, exposed=2.0, first=10.0, last=13.0)
-    assert timer.seconds == Seconds(0.5, 3.0, 2.0, 0.25)
-    assert timer.seconds + timer.seconds == Seconds(1.0, 6.0, 4.0, 0.5)
-    timer.begin()
-    assert timer.seconds == Seconds()
 
 
 # A probe.

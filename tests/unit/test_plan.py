@@ -17,7 +17,6 @@ from horovod_topk.core.plan import buckets as planning
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.cost.traffic import exchange_of, nodes_of
 from horovod_topk.errors import (
-    ConfigError,
     DuplicateNameError,
     TensorTooLargeError,
     UnsupportedDtypeError,
@@ -236,12 +235,6 @@ def test_a_tensor_in_two_groups_is_refused() -> None:
         make_plan([a, b], PLAIN, groups=[[a], [a, b]])
 
 
-def test_no_tensors_make_an_empty_plan() -> None:
-    plan = make_plan([], PLAIN)
-    assert plan.buckets == ()
-    assert len(plan.digest) == 8
-
-
 # Without
 
 
@@ -286,12 +279,6 @@ def test_tensors_too_large_for_an_index_are_refused() -> None:
         assert only(plan).tensors[0].index == kind
     with pytest.raises(TensorTooLargeError, match=r"'w': 4294967297 elements .* 4294967296"):
         make_plan([spec("w", 2**32 + 1)], PLAIN)
-
-
-def test_reductions() -> None:
-    assert make_plan([], PLAIN, "sum").reduction == "sum"
-    with pytest.raises(ConfigError, match=r"reduction='mean' is unknown. Pass one of average, sum"):
-        make_plan([], PLAIN, "mean")
 
 
 # Bytes
@@ -364,11 +351,6 @@ def test_a_packed_index_has_little_more_than_its_entropy(exponent: int) -> None:
     numel = 10**9
     k = round(numel * 10 ** (-0.075 * exponent))
     assert 8 * coding.index_bytes("packed", numel, k) <= entropy(numel, k) + 0.6 * k
-
-
-def test_dense_bytes_count_the_gradients_own_width() -> None:
-    specs = [spec("a", 10, dtype="float16"), spec("b", 10)]
-    assert only(make_plan(specs, PLAIN)).dense_bytes == 20 + 40
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, 0), (2, 1000), (4, 1500), (8, 1750)])

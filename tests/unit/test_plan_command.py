@@ -20,7 +20,7 @@ from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.strategies import Multiples
 from horovod_topk.methods import METHODS
-from horovod_topk.methods.topk import VALUES, TopK
+from horovod_topk.methods.topk import TopK
 
 pytestmark = pytest.mark.tools
 
@@ -83,31 +83,6 @@ def test_what_a_method_computes_is_timed(name: str, monkeypatch: pytest.MonkeyPa
     assert measured.decode >= 0
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("local_size", [1, 3, 4])
-def test_bytes_are_those_of_the_command_bytes(
-    local_size: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    size = ["--local-size", str(local_size)]
-    assert cli.main(["bytes", "--model", "resnet18", *size]) == 0
-    sent, _, _ = capsys.readouterr().out.partition("\n\n")
-    table = [line.split() for line in sent.partition("of fp16\n")[2].splitlines()]
-    listed = {
-        (e, v): (int(sent.replace(",", "")), int(left.replace(",", "")))
-        for e, v, sent, left, *_ in table
-    }
-    strategies = found(capsys, *size)["strategies"]
-    planned = {
-        (strategy["exchange"], strategy["values"]): (strategy["sent_bytes"], strategy["node_bytes"])
-        for strategy in strategies
-        if strategy["exchange"] != "PowerSGD"
-    }
-    listed = {row: each for row, each in listed.items() if row[0] != "hierarchical"}
-    # of the rank with most of them; of dense, the whole model's
-    assert planned == listed
-    assert len(strategies) == 3 + len(VALUES) * 2
-
-
 def test_json_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
     answer = found(capsys, "--values", "float32", "int8", "--latency", "50us", "--no-overlap")
     assert (answer["ranks"], answer["nodes"], answer["overlap"]) == (8, 8, False)
@@ -125,22 +100,6 @@ def test_json_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["compress"] == (fastest < alone["seconds"])
 
 
-def test_it_may_pay_on_fast_networks_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "cnn.json"
-    path.write_text('{"c1": [32, 1, 3, 3], "b1": [32], "fc": [10, 1152], "fb": [10]}')
-    arguments = ["--model", str(path), "--compute", "5ms", "--ratio", "0.3", "--values", "float32"]
-    answer = found(capsys, *arguments, "--bandwidth", "40gbit")
-    (gathered,) = (
-        strategy for strategy in answer["strategies"] if strategy["exchange"] == "allgather"
-    )
-    ((above, below),) = (span.values() for span in gathered["faster"])
-    assert 1e8 < above < 4e10
-    assert below is None
-    assert "and pays above " in answer["verdict"]
-
-
 def test_given_constants_take_the_place_of_measured_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,12 +115,6 @@ def test_given_constants_take_the_place_of_measured_ones(
     assert answer["machine"]["network"]["bandwidth"] == 1e9
     assert (answer["machine"]["cores"], answer["machine"]["crowd"]) == (4.0, 8)
     assert all(strategy["alone"]["kernels"] == 0 for strategy in answer["strategies"])
-
-
-def test_do_not_compress_on_one_fast_node(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--ranks", "2", "--local-size", "2", "--local-bandwidth", "10tbit"]
-    assert cli.main([*SEED, "--latency", "1us", *arguments]) == 0
-    assert "\ndo not compress: dense float32 takes " in capsys.readouterr().out
 
 
 def test_a_picture(tmp_path: Path) -> None:
@@ -265,12 +218,6 @@ def test_the_default_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert not adam["compress"]
     assert " ms with Adam or AdamW, with overlap: " in adam["verdict"]
     assert found(capsys, *fast, "--ratio", "0.01")["default"] is None
-
-
-def test_a_verdict_on_a_gpu_names_the_cpus_constants(capsys: pytest.CaptureFixture[str]) -> None:
-    rough = " Rough: CPU kernel constants are applied to a GPU's compute time"
-    assert rough in found(capsys, "--device", "cuda")["verdict"]
-    assert "Rough" not in found(capsys)["verdict"]
 
 
 @pytest.mark.parametrize("command", ["doctor", "bytes", "bench", "plan"])

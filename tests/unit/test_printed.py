@@ -50,16 +50,6 @@ def test_the_page_on_the_plan_has_the_constants_of_the_plan() -> None:
     assert f"that of Adam {before} before sending and {adam} after receiving" in page
 
 
-def test_another_formula_would_be_noticed() -> None:
-    page = (printed.ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
-    assert printed.FORMULAS.findall(page) == [
-        (part, printed.mathematics(part)) for part in ("Arrivals", "SGD", "Adam")
-    ]
-    changed = page.replace("S = mu B + c g", "S = mu B + g")
-    assert changed != page
-    assert printed.rewritten(changed) == page
-
-
 def test_formulas_are_mathematics_on_the_site() -> None:
     page = (printed.ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
     lines = [line for _, text in printed.FORMULAS.findall(page) for line in text.splitlines()]

@@ -187,17 +187,11 @@ def test_horovod_is_as_the_adapters_expect(canary: Canary) -> None:
     ("canary", "old", "new", "expected"),
     [
         (TORCH, "self._handles.clear()", "self._handles = {}", "synchronize: check"),
-        (TORCH, "def _make_hook(self, p)", "def _make_hook(self, p, q)", "_make_hook: check"),
-        (TORCH, "def load_state_dict(self, *args", "def load(self, *args", "load_state_dict: chec"),
-        (TORCH, "groups=None,\n                 sparse", "sparse", "Optimizer.__init__: check"),
         (TORCH, "def zero_grad(self)", "def zero_gradients(self)", "zero_gradients: is new"),
         (TORCH, "self._starting_models = {", "self._models = {", "AdasumOptimizer.__init__"),
         (TORCH, "dict(_DistributedOptimizer.__dict__)", "{}", "DistributedOptimizer: check"),
         (TENSORFLOW, "groups = vars_to_refs(groups)", "groups = list(groups)", "_make_allreduce_"),
-        (TENSORFLOW, "_allreduce_grads(rg, rs, use_generic_names)", "_reduce(rg)", "Tape.gradient"),
         (TENSORFLOW, "def join(", "def leave(", "join: "),
-        (TENSORFLOW, "self.allreduce_grads(rg, rv)", "self.reduce(rg)", "Eager._allreduce_helper"),
-        (TENSORFLOW, "hvd._make_allreduce_grads_fn(", "make(", "create_distributed_optimizer"),
     ],
 )
 def test_a_canary_notices_a_change(canary: Canary, old: str, new: str, expected: str) -> None:

@@ -22,7 +22,7 @@ import setup_env
 from setup import cuda, horovod, machine, provision, run
 from setup.cuda import Gpu
 from setup.horovod import HorovodError, Variant
-from setup.run import Console, Runner, SetupError, explain, percent_done
+from setup.run import Console, Runner, SetupError, explain
 from setup.state import Environment, exclusive
 
 pytestmark = pytest.mark.tools
@@ -129,9 +129,6 @@ def one_line(error) -> str:
 
 
 class TestCacheKey:
-    def test_equal_inputs_have_equal_keys(self):
-        assert dataclasses.replace(INPUTS).key() == INPUTS.key()
-
     @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(INPUTS)])
     def test_each_input_changes_it(self, field):
         value = getattr(INPUTS, field)
@@ -244,17 +241,6 @@ class TestHorovodBuild:
             horovod.apply_patch(patch, file.parent, runner)
         said = "x.patch does not apply to Horovod's sources: 1 out of 1 hunk"
         assert one_line(error).startswith(said)
-
-    @pytest.mark.parametrize("variant", [horovod.CPU, Variant(gpu=GPU)], ids=["cpu", "gpu"])
-    def test_each_hunk_has_its_reason(self, variant):
-        for patch in variant.patches():
-            lines = patch.read_text().splitlines()
-            hunks = [number for number, line in enumerate(lines) if line.startswith("@@ ")]
-            assert hunks
-            for number in hunks:
-                old, new, reason = lines[number - 2], lines[number - 1], lines[number - 3]
-                assert old.removeprefix("--- a/") == new.removeprefix("+++ b/")
-                assert reason.startswith("# ")
 
     def test_the_users_variables_do_not_steer_it(self, monkeypatch):
         monkeypatch.setattr(machine, "jobs", lambda env: 3)
@@ -530,9 +516,6 @@ class TestFailures:
     )
     def test_a_failure_is_explained_in_one_line(self, output, status, line):
         assert explain(output, status) == line
-
-    def test_progress_is_make_s(self):
-        assert percent_done("[ 10%] Building\n[ 12%] Linking\n") == "12%"
 
     def test_the_disk_is_too_full_for_the_message(self, runner, monkeypatch, tmp_path):
         usage = shutil.disk_usage(tmp_path)._replace(free=0)

@@ -121,13 +121,6 @@ def test_local_steps_of_one_step_train_as_dense_does() -> None:
     assert scores(local) == pytest.approx(scores(run("none", lr=0.05)), abs=0.01)
 
 
-def test_one_rank_takes_local_steps_with_the_outer_optimizer_alone() -> None:
-    alone = run("LocalSteps('diloco', every=2)", ranks=1)
-    assert alone.status == DONE and alone.sent_bytes == alone.dense_bytes == 0
-    averaging = run("LocalSteps(Dense, every=2)", ranks=1)
-    assert alone.points[-1].metrics != averaging.points[-1].metrics
-
-
 def test_ranks_that_take_local_steps_end_with_equal_weights_and_buffers() -> None:
     made = loops.workload(model="residual", optimizer="momentum", lr=0.05, steps=3)
     job = job_of(made, parse(f"LocalSteps({LOCAL}, every=2)"), 3, seed=0)
