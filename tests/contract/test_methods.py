@@ -172,8 +172,9 @@ def cases(
 ) -> Any:
     """A test for each row, exchange, number of ranks and framework.
 
-    The fast tier has one of TensorFlow's, as each builds several graphs; none without `graphs`,
-    where a law takes many steps. Of rounds by other exchanges than their own it has PowerSGD's.
+    The fast tier has none of PyTorch's without kernels, and one of TensorFlow's, as each builds
+    several graphs; none without `graphs`, where a law takes many steps. Of rounds by other
+    exchanges than their own it has PowerSGD's.
     """
     found = [
         Case(name, method, ranks, backend)
@@ -184,8 +185,9 @@ def cases(
         for backend in (NUMPY, TORCH, NATIVE, TENSORFLOW)
     ]
     slow = [
-        (c.backend is TENSORFLOW and (i // 4 % 23 != 1 or not graphs))
-        or (c.is_of_another_exchange and not (c.name == "powersgd" and c.backend is TORCH))
+        c.backend is TORCH
+        or (c.backend is TENSORFLOW and (i // 4 % 23 != 1 or not graphs))
+        or (c.is_of_another_exchange and not (c.name == "powersgd" and c.backend is NATIVE))
         for i, c in enumerate(found)
     ]
     marked = [

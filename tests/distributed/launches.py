@@ -187,7 +187,7 @@ OTHERS = named("tensorflow", "alone", *LAWS, *KERAS)
 JOBS = (
     # framework, controller, ranks, case files
     Job("torch", "alone", 1, ("alone",), ONCE),
-    Job("torch", "gloo", 2, TORCH, ONCE),
+    Job("torch", "gloo", 2, TORCH),
     Job("torch", "gloo", 3, TORCH, AFTERWARDS, settings=DYNAMIC),
     Job("torch", "gloo", 4, TORCH, settings=DYNAMIC),
     Job("torch", "gloo", 4, ("nodes",), ONCE, settings=DYNAMIC, hosts=TWO_HOSTS),

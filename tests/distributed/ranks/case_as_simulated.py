@@ -57,6 +57,7 @@ class Trained:
         return exchanged
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.everywhere(one_in=5)
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

@@ -122,6 +122,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("row", "kind"), CASES)
 def test_each_option_does_what_the_table_says(row: Row, kind: str) -> None:
     # A tensor of a learning rate is written to.

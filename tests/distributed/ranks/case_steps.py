@@ -164,6 +164,7 @@ def frozen_run(way: str, task: Any, optimizer: Any) -> Iterator[tuple[int, bool]
         yield step, is_frozen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.everywhere(one_in=4)
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("exchange_", EXCHANGES)

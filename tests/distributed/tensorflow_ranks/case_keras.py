@@ -32,7 +32,7 @@ def with_momentum(library: Any) -> Any:
     return library.optimizers.SGD(0.05, momentum=0.9)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @WAYS
 @BOTH
 def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:

@@ -102,7 +102,7 @@ def test_xla_is_refused_in_a_line(compression: Any) -> None:
         trained(model_of(), O.SGD(0.1), compression, jit_compile=True)
 
 
-@pytest.mark.one_in(1)
+@pytest.mark.slow
 def test_embeddings_move_alike_dense_and_compressed() -> None:
     """Adam squares the sum of a row's slices, not each slice."""
     found = []

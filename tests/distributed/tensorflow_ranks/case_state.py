@@ -239,6 +239,7 @@ def test_join_is_refused_while_a_state_lives() -> None:
         hvd.join()
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("exchange", ["sharded", "allgather"])
 def test_what_was_loaded_waits_for_the_step_that_asks_for_it(exchange: str) -> None:

@@ -191,6 +191,7 @@ def by_both(model: Any, optimizers: dict[str, Any]) -> Step:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["Keras 3", "tf-keras"])
 def test_a_loss_scale_changes_nothing_and_an_overflow_skips_all_ranks(library: str) -> None:
     """Scales are powers of two, so that no bit depends on them."""

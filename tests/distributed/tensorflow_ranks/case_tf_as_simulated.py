@@ -45,8 +45,8 @@ def marks_of(row: Row) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] * (several or row.method in ("Dithered", "TernGrad"))
 
 
-@pytest.mark.one_in(11)
-@pytest.mark.everywhere(one_in=33)
+@pytest.mark.one_in(33)
+@pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize(
     ("row", "graph"),

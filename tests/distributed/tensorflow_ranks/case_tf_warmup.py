@@ -58,6 +58,7 @@ def test_a_schedule_decides_in_graphs(graph: bool) -> None:
     assert last.decompress_seconds > 0.0
 
 
+@pytest.mark.slow
 def test_a_count_that_is_none_is_refused() -> None:
     run = Run(TopKEF(**WARM), graph=True)
     run.take(0)
