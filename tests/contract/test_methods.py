@@ -300,7 +300,7 @@ def assert_same(left: Array, right: Array) -> None:
     assert left.tobytes() == right.tobytes()
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases("allgather", of=lambda method: isinstance(method, Codec))
 def test_what_is_not_gathered_stays_in_the_residual(case: Case) -> None:
     world, steps = case.world(), gradients_of(case)
@@ -321,7 +321,7 @@ def test_what_is_not_gathered_stays_in_the_residual(case: Case) -> None:
                 assert_applied(applied, tensor, expected)
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases("sharded", of=lambda method: isinstance(method, Codec))
 def test_what_is_not_sent_to_owners_or_back_stays_in_residuals(case: Case) -> None:
     world, steps = case.world(), gradients_of(case)
@@ -378,7 +378,7 @@ def assert_applied(applied: list[Gradients], tensor: Piece, expected: Array) -> 
             assert_same(got, expected.astype(tensor.spec.dtype))
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases(
     "reduce",
     "allreduce",
@@ -413,7 +413,7 @@ def _all_kept(world: World) -> Gradients:
     return sums
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases()
 def test_a_tensor_that_travels_whole_is_exact(case: Case) -> None:
     """It leaves no residual; float16 values add up in float32."""
@@ -443,7 +443,7 @@ def _residuals(world: World) -> list[Gradients]:
 # Law 2.
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases()
 def test_all_ranks_have_the_same_bits(case: Case) -> None:
     for applied in run(case.world(), gradients_of(case), 4):
@@ -451,7 +451,7 @@ def test_all_ranks_have_the_same_bits(case: Case) -> None:
         assert all(np.isfinite(g).all() for g in applied[0].values())
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases(graphs=False)
 def test_two_runs_have_the_same_bits(case: Case) -> None:
     first, second = case.world(), case.world()
@@ -460,7 +460,7 @@ def test_two_runs_have_the_same_bits(case: Case) -> None:
     assert first.kept() == second.kept()
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases(
     of=lambda method: (
         type(method) not in (PowerSGD, TwoRounds) and not isinstance(method.schedule, ByGradient)
@@ -479,7 +479,7 @@ def test_frameworks_send_and_apply_the_same_bits(case: Case) -> None:
 # Law 4.
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @cases(graphs=False)
 def test_sizes_follow_from_the_plan(case: Case) -> None:
     worlds = [case.world() for _ in range(2)]
@@ -506,7 +506,7 @@ def test_sizes_follow_from_the_plan(case: Case) -> None:
 VICTIMS = ("number", "few", "odd", "blocks", "half", "double")
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(17)
 @cases(graphs=False, rows={**ROWS, **FEATURES})
 def test_a_bad_gradient_on_one_rank_leaves_no_trace(case: Case) -> None:
     troubled, untroubled = case.world(), case.world()
@@ -531,7 +531,7 @@ def test_a_bad_gradient_on_one_rank_leaves_no_trace(case: Case) -> None:
 # State dicts.
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(17)
 @cases(graphs=False, rows={**ROWS, **FEATURES})
 def test_a_job_goes_on_from_its_state_dicts(case: Case) -> None:
     first, second, steps = case.world(), case.world(), gradients_of(case)

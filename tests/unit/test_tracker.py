@@ -217,6 +217,7 @@ def test_factors_are_at_most_1_for_elements_that_arrive_often_and_2_for_others(
     assert found[8][:, 0].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["normal", "heavy"])
 def test_a_sample_of_a_large_tensor_has_its_energies(kind: str) -> None:
     spec = TensorSpec("huge", (1 << 18,), "float32")
@@ -348,6 +349,7 @@ def test_auto_does_not_choose_an_exchange_that_hides_what_a_rank_has_sent() -> N
 # SGD's states.
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.one_in(3)
 @each_backend
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
