@@ -253,12 +253,13 @@ def picture(joined: Joined) -> str:
 
 def other_rates(study: Study) -> str:
     """Tabulate the last losses of dense and TopKEF, for each learning rate."""
-    rows = []
+    rows: dict[float, list[str]] = {}
     for case in chain(*map(study.cases.__getitem__, study.titles("*byte GPT*"))):
         found = (next(iter(case.runs.get(name, {}).values()), None) for name in (DENSE, TOPK))
         ends = ["not run" if run is None else f"{_last(run):.3f}" for run in found]
-        rows.append([f"{case.settings.options['lr']:g}", *ends])
-    return table(["learning rate", "dense", "TopKEF"], rows)
+        rows[case.settings.options["lr"]] = [f"{case.settings.options['lr']:g}", *ends]
+    head = ["learning rate", "dense", "TopKEF"]
+    return table(head, [rows[rate] for rate in sorted(rows, reverse=True)])
 
 
 def join_error(joined: Joined) -> dict[str, Any]:
