@@ -790,8 +790,13 @@ def _has_gpu() -> bool:
 
 
 def _scalar(number: Any, dtype: Any) -> Tensor:
-    """A scalar tensor of a dtype; `tf.cast` alone would make Python floats float32 first."""
-    return tf.cast(number, dtype) if tf.is_tensor(number) else tf.constant(number, dtype)
+    """A scalar tensor of a dtype; `tf.cast` alone would make Python floats float32 first.
+
+    Eagerly, TensorFlow 2.20 keeps scalar constants, and takes 0.0 and -0.0 for the same one.
+    """
+    if tf.is_tensor(number):
+        return tf.cast(number, dtype)
+    return tf.constant(number, dtype) if number else tf.reshape(tf.constant([number], dtype), [])
 
 
 def _flat(array: Array) -> Tensor:

@@ -6,6 +6,7 @@ Each test states a verb's promise in terms of NumPy's own functions, so that the
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import operator
@@ -116,6 +117,18 @@ def test_assign_casts(backend: Backend) -> None:
 
 
 # Compress.
+
+
+def test_a_scalar_of_tensorflow_keeps_the_sign_of_zero() -> None:
+    """Eagerly, whichever of both zeros was a constant first."""
+    tf = pytest.importorskip("tensorflow")
+    scalar = importlib.import_module("horovod_topk.ops.tensorflow")._scalar
+    for kind in (tf.float16, tf.float32, tf.float64):
+        for first in (0.0, -0.0):
+            tf.constant(first, kind)
+            assert np.signbit(scalar(-0.0, kind).numpy())
+            assert not np.signbit(scalar(0.0, kind).numpy())
+            assert scalar(0.0, kind).shape == ()
 
 
 @each_way
