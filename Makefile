@@ -94,7 +94,7 @@ bench-wire: ## bytes that leave a host's network card (root, half an hour)
 plan-grid: ## measured steps beside what plan says (root, an hour and a half)
 residuals: ## norms of residuals beside the bounds of theory (minutes)
 crashes: ## kill a hundred ranks of elastic jobs (a quarter of an hour)
-gpu-compiled: ## registers, spilled bytes, loads and stores of the GPU kernels (minutes, no GPU)
+gpu-compiled: ## registers, spills, loads and stores of the GPU kernels (minutes, no GPU)
 
 bench: NAME := steps
 bench-pay: NAME := does_it_pay
