@@ -29,6 +29,10 @@ class Row:
     overlapped: Step
     faster: tuple[Span, ...] | None  # bandwidths where it beats dense; None: there is one node
 
+    def step(self, *, overlap: bool) -> Step:
+        """Return the step with overlap or without."""
+        return self.overlapped if overlap else self.alone
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -93,7 +97,7 @@ def judge(
     """
 
     def taken(row: Row) -> Step:
-        return row.overlapped if overlap else row.alone
+        return row.step(overlap=overlap)
 
     def order(row: Row) -> tuple[bool, bool, int]:
         is_slow = taken(row).seconds > AS_FAST * least
@@ -136,8 +140,7 @@ def locally(
     found = [(local_step(each, machine, training, every), each) for each in usable]
     took, best = min(found, key=lambda pair: pair[0].seconds)
     dense, *ours = (
-        (row.overlapped if overlap else row.alone).seconds
-        for row in [_dense(table, overlap=overlap), *_ours(table)]
+        row.step(overlap=overlap).seconds for row in [_dense(table, overlap=overlap), *_ours(table)]
     )
     return (
         f"local steps: LocalSteps(every={every}) with exchange={best.exchange!r}, "
@@ -151,7 +154,7 @@ def locally(
 def _dense(table: Sequence[Row], *, overlap: bool) -> Row:
     """The faster of dense float32 and float16."""
     dense = (row for row in table if row.strategy.exchange == DENSE)
-    return min(dense, key=lambda row: (row.overlapped if overlap else row.alone).seconds)
+    return min(dense, key=lambda row: row.step(overlap=overlap).seconds)
 
 
 def _ours(table: Sequence[Row]) -> list[Row]:

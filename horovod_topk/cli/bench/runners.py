@@ -94,7 +94,7 @@ def _plain(method: Method, trained: nn.Module, optimizer: str | None) -> torch.o
 
 
 def _over_fsdp(method: Method, model: GivenGradients, optimizer: str | None, nodes: int) -> Runner:
-    """FSDP2 within nodes, and between them its own allreduce, a compressor or nothing."""
+    """Shard the model within nodes; between them FSDP2 or a compressor reduces, or nothing does."""
     fsdp = importlib.import_module("torch.distributed.fsdp")  # takes a second
     shape = nodes, dist.get_world_size() // nodes
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))

@@ -147,7 +147,7 @@ def unpack_share(
 def copy_share(
     own: tl.tuple, place: tensor, payload: tensor, indices: tensor, LANES: constexpr
 ) -> None:
-    """Widen the indices of run number `place` of a tensor: its share of the entries."""
+    """Copy the share of run number `place` of a tensor's plain indices, as 32-bit ones."""
     table, t = own
     k, runs = number(table, t, "k"), number(table, t, "runs")
     section = payload + field(table, t, "index_at")

@@ -56,7 +56,7 @@ def split_of(table: tl.tensor, t: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def in_gradient(at: tl.tensor, split: tl.tuple) -> tl.tensor:
-    """The positions in a gradient of elements `at` of a shard; of a whole gradient, the same."""
+    """Return where elements `at` of a shard are in its gradient. A whole one is its only shard."""
     parts, first = split
     return (at // SHARD_BLOCK * parts + first) * SHARD_BLOCK + at % SHARD_BLOCK
 
