@@ -31,16 +31,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk import reporting
-from horovod_topk.core.exchange.selection import check_owners
 from horovod_topk.core.run.attached import Attached
 from horovod_topk.ddp.hooks import Hooks
 from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_trained
-from horovod_topk.errors import ConfigError, NotAttachedError, UnsupportedOperationError
-from horovod_topk.torch_training.collective import GroupCollective
+from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.gradients import Slot
 from horovod_topk.torch_training.in_backward import BackwardState, check_optimizers
 from horovod_topk.torch_training.optimizer_settings import check_has_hooks
-from horovod_topk.torch_training.state import TrainingCompressor, inherit
+from horovod_topk.torch_training.state import TrainingCompressor
 from horovod_topk.torch_training.tracing import untraced
 
 Groups = Sequence[Sequence[Tensor]]
@@ -62,7 +60,6 @@ class DDPState(BackwardState):
     """
 
     hooks = Hooks
-    _each: Sequence[Hooks] = ()
     is_copy = False
 
     def __init__(
@@ -77,7 +74,6 @@ class DDPState(BackwardState):
         super().__init__(optimizers, ranks, label)
         self._model = weakref.ref(model)
         self._names: dict[Tensor, str] | None = None  # of the parameters trained; None: not yet
-        self._slots: dict[int, tuple[Hooks, Slot]] = {}  # by the parameter's id
         self._taking_part: list[Hooks] = []  # of the optimizers whose gradients are exchanged
         self._untouched: dict[Hooks, list[Any]] = {}  # gradients, where this rank computed none
         self._futures: list[tuple[Future[Tensor], Tensor]] = []  # DDP waits for them
@@ -105,15 +101,8 @@ class DDPState(BackwardState):
         else:
             changed = {*names.values()} ^ {*before.values()}
             check_inherits(self._compressor.config, config, changed)
-        each: list[Any] = []
-        for optimizer in optimizers:
-            collective = GroupCollective(model.process_group)
-            made = optimizer, names, compressor, collective, "average", groups or (), each
-            each.append(self._hooks_for(*made))
-        runners = [hooks.compressor for hooks in each]
-        check_owners([runner.exchange for runner in runners])
-        if before is not None:
-            inherit(self._states, runners)
+        inherits = None if before is None else self
+        each = self._agree(optimizers, names, compressor, model.process_group, groups, inherits)
         try:
             for hooks, optimizer in zip(each, optimizers, strict=True):
                 hooks.is_registered = lambda: not all(s.is_copy for s in _states_of(self._model()))
@@ -127,10 +116,9 @@ class DDPState(BackwardState):
             self._drop_step()
             for hooks in self._each:
                 hooks.remove()
-            for runner in runners:
-                runner.callbacks += self._compressor.callbacks
+            for hooks in each:
+                hooks.compressor.callbacks += self._compressor.callbacks
         self._names = names
-        self._slots = {i: (hooks, s) for hooks in each for i, s in hooks.buckets.slots.items()}
         self._use(*each)
 
     def detach(self) -> None:
@@ -152,13 +140,7 @@ class DDPState(BackwardState):
         Raises:
             ConfigError, StateDictError, PlanMismatchError: as `attach`; nothing has changed.
         """
-        known = [hooks.optimizer() for hooks in self._each]
-        if self.active and all(any(each is own for own in known) for each in optimizers):
-            raise ConfigError(
-                "compression is attached to this model and this optimizer already",
-                cure=f"Pass a new optimizer to replace this one, or {REWRAP}. Several optimizers "
-                "are attached as one list, attach(model, [muon, adamw])",
-            )
+        self.check_is_new(optimizers, f", or {REWRAP}")
         for optimizer in optimizers:
             check_has_hooks(optimizer)
         self._compress_for(model, optimizers, compressor, groups)
@@ -256,9 +238,7 @@ class DDPState(BackwardState):
 
     def _drop_step(self) -> None:
         """As `TrainingState._drop_step`."""
-        for hooks in self._each if self.active else ():
-            hooks.compressor.abandon()
-            hooks.buckets.forget()
+        super()._drop_step()
         self._futures = []
 
     # Copies.

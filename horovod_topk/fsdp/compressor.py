@@ -16,7 +16,7 @@ from horovod_topk.core.exchange.agreement import agree_on_nothing
 from horovod_topk.core.run.attached import ByHorovod, Forwarded
 from horovod_topk.core.run.base_compressor import on_class_too
 from horovod_topk.core.run.substitute import horovods
-from horovod_topk.errors import ConfigError, NotAttachedError
+from horovod_topk.errors import NotAttachedError
 from horovod_topk.fsdp.refusals import check_model, group_of
 from horovod_topk.fsdp.state import FSDPState
 from horovod_topk.methods.topk import Presets, TopK
@@ -84,12 +84,8 @@ class Compressor(BackwardCompressor):
             return
         optimizers = listed(optimizer)
         before: FSDPState | None = _STATES.get(model)
-        if before is not None and before.has(optimizers):
-            raise ConfigError(
-                "a compressor is attached to this model and this optimizer already",
-                cure="Pass a new optimizer to replace this one. Several optimizers are attached as "
-                "one list, attach(model, [muon, adamw], between=...)",
-            )
+        if before is not None:
+            before.check_is_new(optimizers)
         _STATES[model] = state = FSDPState(model, optimizers, self, group, groups, before)
         self.attached(state)
 

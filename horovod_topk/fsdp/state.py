@@ -19,7 +19,6 @@ from torch import distributed as dist
 from torch.autograd import Variable
 
 from horovod_topk import reporting
-from horovod_topk.core.exchange.selection import check_owners
 from horovod_topk.errors import RepeatedSynchronizeError
 from horovod_topk.fsdp.refusals import COMPILED_AUTOGRAD, check_backward, check_settings
 from horovod_topk.torch_training.collective import GroupCollective
@@ -30,7 +29,7 @@ from horovod_topk.torch_training.in_backward import (
     Refusals,
     check_optimizers,
 )
-from horovod_topk.torch_training.state import TrainingCompressor, inherit
+from horovod_topk.torch_training.state import TrainingCompressor
 from horovod_topk.torch_training.tracing import untraced
 
 SYNC = (
@@ -92,7 +91,6 @@ class FSDPState(BackwardState):
         self._root: Any = weakref.ref(model)
         self.part = part_of(next(iter(names)))
         self._units: dict[int, Any] = {}  # FSDP's group of each parameter, by id
-        self._slots: dict[int, tuple[BackwardHooks, Slot]] = {}  # by the parameter's id
         self._next: dict[BackwardHooks, int] = {}  # buckets that were sent in this backward
         # Whether buckets wait for the end of backward: hooks of several optimizers differ on nodes,
         # those of a unit that is used more than once may be called for parts of a gradient, and a
@@ -104,28 +102,16 @@ class FSDPState(BackwardState):
             for optimizer in optimizers:
                 self._leave(optimizer, compressor.config)
             return
-        each: list[Any] = []
         self._collective = GroupCollective(group)
-        for optimizer in optimizers:
-            made = optimizer, names, compressor, GroupCollective(group), "average"
-            each.append(self._hooks_for(*made, groups or (), each))
-        runners = [hooks.compressor for hooks in each]
-        check_owners([runner.exchange for runner in runners])
-        if before is not None and before.active:
-            inherit(before._states, runners)
+        each = self._agree(optimizers, names, compressor, group, groups, before)
+        if before is not None:
             before.detach()
         for hooks, optimizer in zip(each, optimizers, strict=True):
             hooks.is_registered = lambda: True
             self._watch(hooks, optimizer, ())
-        self._slots = {i: (hooks, s) for hooks in each for i, s in hooks.buckets.slots.items()}
         self._use(*each)
         handles = [p.register_post_accumulate_grad_hook(self._ready) for p in names]
         self._handles = [*handles, model.register_forward_pre_hook(self._before_forward)]
-
-    def has(self, optimizers: Sequence[Any]) -> bool:
-        """Whether it compresses for one of these optimizers."""
-        own = [hooks.optimizer() for hooks in self._each]
-        return any(each is one for each in optimizers for one in own)
 
     def detach(self) -> None:
         """As `TrainingState.detach`."""
@@ -248,9 +234,7 @@ class FSDPState(BackwardState):
 
     def _drop_step(self) -> None:
         """As `TrainingState._drop_step`."""
-        for hooks in self._each if self.active else ():
-            hooks.compressor.abandon()
-            hooks.buckets.forget()
+        super()._drop_step()
         self._next, self._failed = {}, None
 
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from horovod_topk.core.exchange.selection import check_owners
 from horovod_topk.errors import ConfigError, NotAttachedError, StepBeforeSynchronizeError
 from horovod_topk.torch_training import steps
-from horovod_topk.torch_training.gradients import any_applied
-from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
+from horovod_topk.torch_training.collective import GroupCollective
+from horovod_topk.torch_training.gradients import Slot, any_applied
+from horovod_topk.torch_training.state import TrainingCompressor, TrainingState, inherit
 from horovod_topk.torch_training.tracing import untraced
 
 ATTACH = (
@@ -50,7 +53,48 @@ class BackwardCompressor(TrainingCompressor):
 class BackwardState(TrainingState):
     """A state whose errors in backward are raised at its end, as other ranks are in it, too."""
 
+    _each: Sequence[Any] = ()
+    _slots: Mapping[int, tuple[Any, Slot]] = {}  # by the parameter's id
     _failed: BaseException | None = None  # the first error of this backward
+
+    def check_is_new(self, optimizers: Sequence[Any], otherwise: str = "") -> None:
+        """Refuse to attach once more to optimizers that this state has.
+
+        Raises:
+            ConfigError: it has all of them.
+        """
+        known = [hooks.optimizer() for hooks in self._each]
+        if self.active and all(any(each is own for own in known) for each in optimizers):
+            raise ConfigError(
+                "a compressor is attached to this model and this optimizer already",
+                cure=f"Pass a new optimizer to replace this one{otherwise}. Several optimizers are "
+                "attached as one list, attach(model, [muon, adamw])",
+            )
+
+    def _agree(
+        self,
+        optimizers: Sequence[Any],
+        names: Mapping[Tensor, str],
+        compressor: TrainingCompressor,
+        group: dist.ProcessGroup,
+        groups: Iterable[Sequence[Tensor]] | None,
+        before: BackwardState | None,
+    ) -> list[Any]:
+        """Agree on the plans of all optimizers, and inherit the residuals of a state before."""
+        each: list[Any] = []
+        for optimizer in optimizers:
+            made = optimizer, names, compressor, GroupCollective(group), "average"
+            each.append(self._hooks_for(*made, groups or (), each))
+        runners = [hooks.compressor for hooks in each]
+        check_owners([runner.exchange for runner in runners])
+        if before is not None and before.active:
+            inherit(before._states, runners)
+        return each
+
+    def _use(self, *each: Any) -> None:
+        """As `TrainingState._use`."""
+        self._slots = {i: (hooks, s) for hooks in each for i, s in hooks.buckets.slots.items()}
+        super()._use(*each)
 
     @contextmanager
     def _failing_later(self) -> Iterator[None]:
@@ -59,6 +103,12 @@ class BackwardState(TrainingState):
             yield
         except BaseException as error:
             self._failed = self._failed or error
+
+    def _drop_step(self) -> None:
+        """As `TrainingState._drop_step`."""
+        for hooks in self._each if self.active else ():
+            hooks.compressor.abandon()
+            hooks.buckets.forget()
 
 
 def listed(optimizer: Any) -> Sequence[Any]:
