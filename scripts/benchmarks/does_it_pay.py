@@ -38,6 +38,7 @@ LOCAL, LOCAL_10, LATE, PLAIN = (
 )
 EVERY_STEP = (ALONE, FLOAT32, FLOAT16, BFLOAT16, POWERSGD, QSGD, TOPK, SHARDED)
 NEAR = (*EVERY_STEP, LOCAL, LOCAL_10)
+CONVOLUTIONS = "convolutions*"
 DISTANT = (ALONE, FLOAT16, BFLOAT16, TOPK, LOCAL, LATE, PLAIN)
 
 EARLY = 60  # steps of the default's warm-up
@@ -53,7 +54,8 @@ class Job:
     variants: tuple[str, ...] = NEAR
     hosts: int = 4
     delay: str | None = None  # from host to host
-    rows: int = 2  # sequences of a rank in a step
+    case: str = "byte GPT*"  # of the study
+    rows: int = 2  # of a rank's batch
     early: bool = False  # the first EARLY steps of a run, in which ranks send more, once
     whole: bool = False  # a training run with losses instead of timed variants
 
@@ -65,6 +67,10 @@ RUNS = {
     "100mbit-early": Job("100mbit", (TOPK, SHARDED), early=True),
     "1gbit-early": Job("1gbit", (TOPK, SHARDED), early=True),
     "whole": Job("100mbit", (TOPK,), whole=True),
+    "convolutions-100mbit": Job("100mbit", EVERY_STEP, case=CONVOLUTIONS),
+    "convolutions-1gbit": Job("1gbit", EVERY_STEP, case=CONVOLUTIONS),
+    "convolutions-100mbit-early": Job("100mbit", (TOPK, SHARDED), case=CONVOLUTIONS, early=True),
+    "convolutions-1gbit-early": Job("1gbit", (TOPK, SHARDED), case=CONVOLUTIONS, early=True),
     "distant": Job("100mbit", DISTANT, delay="50ms"),
     "distant-1": Job("100mbit", DISTANT, delay="50ms", rows=1),
 }
@@ -78,6 +84,7 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
     """
     script = Path(__file__).with_name("does_it_pay_rank.py")
     command = [script, "--rounds", 1 if job.early else args.rounds, "--rows", job.rows]
+    command += ["--case", job.case]
     command += ["--early"] if job.early else []
     command += ["--whole"] if job.whole else ["--variants", *job.variants]
     cluster = Cluster(job.hosts, Link.of(job.rate, delay=job.delay))

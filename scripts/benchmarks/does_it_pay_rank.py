@@ -24,7 +24,8 @@ from cluster.host import INTERFACE
 from horovod_topk.cli.bench.nic import scheduled
 from horovod_topk.cli.bench.runners import FILLED_POWERSGD, ONE_BUCKET, register_powersgd
 from horovod_topk.ddp import QSGD, Dense, LocalSteps, TopKEF
-from study.large import GPT, workload
+from study.large import workload
+from study.loops import Loop
 from study.results import Study
 
 PORT = 29557
@@ -117,17 +118,20 @@ EARLY = {
 }
 
 
-def measure(variant: Variant, rows: int) -> dict[str, float]:
+def measure(variant: Variant, loop: Loop, rows: int) -> dict[str, float]:
     """Build a variant, and measure its steps: the seconds of the slowest rank, a step."""
     torch.manual_seed(0)
-    plain = GPT.model()
-    model, optimizer, owner = variant.wrap(plain, torch.optim.AdamW(plain.parameters(), fused=True))
-    text = torch.randint(256, (rows, bytelm.CONTEXT + 1))
+    plain = loop.model()
+    fused = loop.optimizer(plain)
+    for group in fused.param_groups:
+        group["fused"] = True
+    model, optimizer, owner = variant.wrap(plain, fused)
+    batch = tuple(column[:rows] for column in next(loop.batches(dist.get_rank(), 1, 0)))
 
     def train(steps: int) -> None:
         for _ in range(steps):
             optimizer.zero_grad()
-            bytelm.bits(model, text).mean().backward()
+            loop.loss(model, batch).backward()
             optimizer.step()
 
     def counted() -> Tensor:
@@ -160,10 +164,11 @@ def measure(variant: Variant, rows: int) -> dict[str, float]:
 
 def in_turns(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all variants, round after round."""
+    loop = loop_of(args.case)
     found: dict[str, dict[str, list[float]]] = {name: {} for name in args.variants}
     for _ in range(args.rounds):
         for name, each in found.items():
-            measured = measure((EARLY if args.early else VARIANTS)[name], args.rows)
+            measured = measure((EARLY if args.early else VARIANTS)[name], loop, args.rows)
             gc.collect()
             for key, value in measured.items():
                 each.setdefault(key, []).append(value)
@@ -176,9 +181,7 @@ def whole() -> dict[str, Any]:
 
     The clock stops while rank 0 scores.
     """
-    asked = Study("does_it_pay").found("byte GPT*").settings
-    (seed,) = asked.seeds
-    loop = workload(**asked.options)
+    loop, seed = loop_of("byte GPT*"), 0
     torch.manual_seed(seed)
     plain = loop.model()
     optimizer = loop.optimizer(plain)
@@ -203,6 +206,11 @@ def whole() -> dict[str, Any]:
     return {"points": points, "sent": TopKEF.of(owner).stats().sent_bytes}
 
 
+def loop_of(case: str) -> Loop:
+    """Return the training loop of one of the study's cases."""
+    return workload(**Study("does_it_pay").found(case).settings.options)
+
+
 def said(line: str) -> None:
     """Print a line on rank 0."""
     if dist.get_rank() == 0:
@@ -214,6 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--case", required=True)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME")
     parser.add_argument("--early", action="store_true")
     parser.add_argument("--whole", action="store_true")
@@ -235,7 +244,7 @@ def main() -> None:
 def setting(args: argparse.Namespace) -> Mapping[str, int]:
     """Return the sizes of the model and of a rank's batch, and the number of ranks."""
     return {
-        "parameters": sum(p.numel() for p in GPT.model().parameters()),
+        "parameters": sum(p.numel() for p in loop_of(args.case).model().parameters()),
         "sequences": args.rows,
         "context": bytelm.CONTEXT,
         "every": EVERY,

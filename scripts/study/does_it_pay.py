@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain, pairwise
@@ -31,6 +31,7 @@ from benchmarks.does_it_pay import (
 )
 from horovod_topk.cli.canvas import panels
 from horovod_topk.cli.compare.records import Record
+from horovod_topk.cli.compare.result import Found
 from horovod_topk.cli.compare.uncertainty import BETTER, WORSE
 from horovod_topk.cli.compare.verdict import judge
 from horovod_topk.cli.models import specs_of
@@ -85,12 +86,18 @@ class Joined:
     study: Study
     pattern: str  # of the titles of its cases, which differ in the learning rate
     jobs: Mapping[str, Any]
+    model: str = ""  # with which the names of its jobs begin
+
+    @property
+    def found(self) -> Iterable[Found]:
+        """Its cases."""
+        return chain(*map(self.study.cases.__getitem__, self.study.titles(self.pattern)))
 
     @cached_property
     def best(self) -> dict[str, tuple[float, Record]]:
         """The learning rate and the run with the least loss at the end, of each method."""
         found: dict[str, tuple[float, Record]] = {}
-        for case in chain(*map(self.study.cases.__getitem__, self.study.titles(self.pattern))):
+        for case in self.found:
             for name, runs in case.runs.items():
                 for run in runs.values():
                     if name not in found or _last(run) < _last(found[name][1]):
@@ -101,7 +108,7 @@ class Joined:
     def curves(self) -> dict[str, Points]:
         """The losses of every method that has been run. Without a run 16 bits have dense's."""
         curves: dict[str, Points] = {
-            name: [(p.step, p.metrics[METRIC]) for p in run.points]
+            name: [(p.step, p.metrics[METRIC] or math.inf) for p in run.points]
             for name, (_, run) in self.best.items()
         }
         return {DENSE: curves[DENSE], BFLOAT16: curves[DENSE], **curves}
@@ -158,8 +165,8 @@ class Joined:
 
     def _measured(self, job: str, name: str) -> benchmark.Result | None:
         """Return what a job has measured of a variant, if it has."""
-        found: benchmark.Result | None = self.jobs.get(job, {}).get("variants", {}).get(name)
-        return found
+        variants: Mapping[str, Any] = self.jobs.get(self.model + job, {}).get("variants", {})
+        return variants.get(name)
 
 
 def _last(run: Record) -> float:
@@ -228,7 +235,8 @@ def sooner(joined: Joined, rate: str) -> str:
 
 def step_table(joined: Joined) -> str:
     """Tabulate the seconds of a step, for each variant and rate."""
-    jobs = {rate: joined.jobs[rate]["variants"] for rate in RATES if rate in joined.jobs}
+    names = {rate: joined.model + rate for rate in RATES}
+    jobs = {r: joined.jobs[n]["variants"] for r, n in names.items() if n in joined.jobs}
     rows = []
     for name in dict.fromkeys(chain(*jobs.values())):
         found = (variants.get(name) for variants in jobs.values())
@@ -251,15 +259,16 @@ def picture(joined: Joined) -> str:
     return f"![Loss against hours and gigabytes](results/{path.name})"
 
 
-def other_rates(study: Study) -> str:
-    """Tabulate the last losses of dense and TopKEF, for each learning rate."""
-    rows: dict[float, list[str]] = {}
-    for case in chain(*map(study.cases.__getitem__, study.titles("*byte GPT*"))):
-        found = (next(iter(case.runs.get(name, {}).values()), None) for name in (DENSE, TOPK))
-        ends = ["not run" if run is None else f"{_last(run):.3f}" for run in found]
-        rows[case.settings.options["lr"]] = [f"{case.settings.options['lr']:g}", *ends]
-    head = ["learning rate", "dense", "TopKEF"]
-    return table(head, [rows[rate] for rate in sorted(rows, reverse=True)])
+def other_rates(joined: Joined) -> str:
+    """Tabulate the last losses of every method, for each learning rate."""
+    rows: dict[float, dict[str, str]] = {}
+    for case in joined.found:
+        runs = {name: next(iter(found.values())) for name, found in case.runs.items() if found}
+        ends = {name: f"{_last(run):.3f}" for name, run in runs.items()}
+        rows[case.settings.options["lr"]] = ends
+    names = dict.fromkeys(chain(*(rows[rate] for rate in sorted(rows))))
+    lines = [[f"{lr:g}", *(rows[lr].get(n, "-") for n in names)] for lr in sorted(rows)[::-1]]
+    return table(["learning rate", *(LABELS.get(name, name) for name in names)], lines)
 
 
 def join_error(joined: Joined) -> dict[str, Any]:
@@ -432,9 +441,14 @@ def joined_of(results: tuple[Study, Mapping[str, Any]]) -> Joined:
     return Joined(results[0], "*byte GPT*", results[1])
 
 
+def convolutional(results: tuple[Study, Mapping[str, Any]]) -> Joined:
+    """The same of the convolutional network."""
+    return Joined(results[0], "*convolutions*", results[1], "convolutions-")
+
+
 def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
     """Return the page's figures by name."""
-    (study, jobs), joined = results, joined_of(results)
+    jobs, joined, others = results[1], joined_of(results), convolutional(results)
     with torch.device("meta"):  # shapes alone
         model = GPT.model()
     specs = [
@@ -450,7 +464,10 @@ def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
         "predicted": partial(predicted, specs, joined),
         "gpus": on_gpus,
         "limit": limit,
-        "rates": lambda: other_rates(study),
+        "rates": partial(other_rates, joined),
+        "convolutions_steps": partial(step_table, others),
+        "convolutions_target": partial(target_table, others),
+        "convolutions_rates": partial(other_rates, others),
         "reruns": lambda: table(["", "", "seeds 0 to 4", "seeds 5 to 9"], reruns()),
         "agreed": agreed,
         "contradicted": contradicted,

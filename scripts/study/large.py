@@ -1,7 +1,7 @@
 """Models of 11 and 25 million parameters on simulated ranks, for docs/does-it-pay.md.
 
 `horovod-topk compare --simulated` calls `workload(**options)`. The text is the Python sources of
-the installed torch package, 46 MB, split by file; the photographs are those of loops.py.
+the installed torch package, 46 MB, split by file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from study.loops import CELLS, Loop, Patches, Text
-from study.networks import Residual
+from study.loops import Loop, Text
+from study.networks import CausalConvolutions
 from study.workloads import pytorch_bytelm, source_files
 
 SOURCES = Path(torch.__file__).parent
@@ -39,18 +39,16 @@ class GPT(Text):
         return (_sources(split, by_name=self.skewed),)
 
 
-class ResNet(Patches):
-    """A residual network of 11.1 million parameters on patches of photographs."""
-
-    batch_size = 4
+class Convolutions(GPT):
+    """The dilated convolutions of loops.py with 11.0 million parameters."""
 
     @staticmethod
     def model() -> nn.Module:
-        """Three blocks of up to 768 channels."""
-        return Residual(2 * CELLS[0] * CELLS[1], widths=(192, 384, 768))
+        """Six layers of 768 channels."""
+        return CausalConvolutions(768, (1, 2, 4, 8, 16, 32))
 
 
-LOOPS = {"gpt": GPT, "resnet": ResNet}
+LOOPS = {"gpt": GPT, "convolutions": Convolutions}
 
 
 def workload(*, model: str, **options: Any) -> Loop:
