@@ -174,6 +174,11 @@ def _last(run: Record) -> float:
     return math.inf if loss is None else loss
 
 
+def shown_loss(loss: float) -> str:
+    """Format a loss; infinity is that of a run that diverged."""
+    return f"{loss:.3f}" if math.isfinite(loss) else "diverged"
+
+
 def reached(points: Points, target: float) -> float:
     """Return the steps after which a loss is first as low as the target; infinity: never.
 
@@ -264,7 +269,7 @@ def other_rates(joined: Joined) -> str:
     rows: dict[float, dict[str, str]] = {}
     for case in joined.found:
         runs = {name: next(iter(found.values())) for name, found in case.runs.items() if found}
-        ends = {name: f"{_last(run):.3f}" for name, run in runs.items()}
+        ends = {name: shown_loss(_last(run)) for name, run in runs.items()}
         rows[case.settings.options["lr"]] = ends
     names = dict.fromkeys(chain(*(rows[rate] for rate in sorted(rows))))
     lines = [[f"{lr:g}", *(rows[lr].get(n, "-") for n in names)] for lr in sorted(rows)[::-1]]
