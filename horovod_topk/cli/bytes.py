@@ -31,7 +31,8 @@ DESCRIPTION = (
     "Print the bytes a step that each format and exchange sends. They follow from the model's "
     "shapes and the settings; nothing is run. The last two columns say how many times fewer bytes "
     "leave a node than with a ring allreduce in float32 and in float16; on a single node they "
-    "compare the bytes that a rank sends. 'auto' marks what exchange='auto' would take. "
+    "compare the bytes that a rank sends. 'default' marks what TopKEF() takes, and 'auto' what "
+    "exchange='auto' would take. "
     "--compressor adds a row for any other method. The second table has the memory of a rank's "
     "state for each format of residuals."
 )
@@ -77,7 +78,9 @@ def main(args: argparse.Namespace) -> int:
         print(_line("allreduce", values, dense // part, leaving // part, dense))
     for exchange, values, most, automatic in rows:
         line = _line(exchange, values, most.sent_bytes, most.node_bytes, dense)
-        print(f"{line}  auto" if automatic else line)
+        default = (exchange, values) == (TopK().exchange, TopK().values)
+        marks = [name for name, is_so in (("default", default), ("auto", automatic)) if is_so]
+        print(f"{line}  {', '.join(marks)}".rstrip())
     print("\n".join([*others, *memory(plans["float32"], nodes)]))
     if args.local_steps:
         print("\n".join(locally(args, specs, dense)))

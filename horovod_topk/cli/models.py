@@ -20,6 +20,8 @@ STAGES = ((64, 2, 3), (128, 2, 4), (256, 2, 6), (512, 2, 3))  # width, blocks of
 EXPANSION = 4
 LAYERS, WIDTH = 12, 768  # of BERT base and of GPT-2
 
+WRITES = "`json.dump({n: p.shape for n, p in model.named_parameters()}, open('shapes.json', 'w'))`"
+
 
 def resnet18() -> Iterator[Shape]:
     """Shapes of a ResNet-18: 11,689,512 parameters."""
@@ -153,11 +155,11 @@ def _file(model: str) -> Path:
     if path.name != model or path.suffix:
         raise ValueError(
             f"--model {model}: there is no such file. Give the path of a JSON file of shapes, or "
-            f"one of {known}"
+            f"one of {known}. In PyTorch {WRITES} writes such a file"
         )
     raise ValueError(
         f"--model {model}: no model of that name is known. Give one of {known}, or the path of a "
-        "JSON file of shapes"
+        f"JSON file of shapes, which in PyTorch {WRITES} writes (docs/plan.md has it for Keras)"
     )
 
 

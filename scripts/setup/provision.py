@@ -116,7 +116,8 @@ def provision_ddp(root: Path, variables: Mapping[str, str]) -> None:
     ):
         index = ["--extra-index-url", TORCH_CPU_INDEX] if answers(TORCH_CPU_INDEX) else []
         console.step("Installing PyTorch, and compiling the kernels of horovod_topk beside it")
-        pip_install(environment, runner, "torch>=2.6,<3", *DDP_PACKAGES, *index)
+        # pip would compile all of PyTorch to bytecode; Python compiles the files that it imports.
+        pip_install(environment, runner, "--no-compile", TORCH, *DDP_PACKAGES, *index)
         console.step("Compiling the rest of the kernels")
     environment.finish()
     console.step(f"Ready: {environment.path}")

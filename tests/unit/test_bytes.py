@@ -31,7 +31,7 @@ def rows(text: str) -> dict[tuple[str, str], tuple[int, float]]:
 
 def taken(text: str) -> set[str]:
     """The exchanges that `auto` takes."""
-    return {line.split()[0] for line in text.splitlines() if line.endswith("  auto")}
+    return {line.split()[0] for line in text.splitlines() if line.endswith("auto")}
 
 
 def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +43,8 @@ def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[s
         (exchange, values) for exchange in ("allgather", "sharded") for values in VALUES
     }
     assert taken(text) == {"sharded"}
+    default = [line for line in text.splitlines() if "default" in line]
+    assert [line.split()[:2] for line in default] == [["allgather", "int4"]]
 
 
 def test_memory_of_each_format_of_residuals(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,12 +99,10 @@ def test_a_version_is_found_however_the_distribution_is_spelt(
     assert version("none", module="a_stray") == "of unknown version"
 
 
-def nowhere(name: str) -> str:
-    raise OSError(name)
-
-
 MPIRUN, VENV = "/venv/bin/mpirun", Path("/venv")
 LOCAL, CARD = {"lo": ["127.0.0.1"]}, {"eth0": ["10.0.0.1"]}
+DOCKER = {"docker0": ["172.17.0.1"]}
+USES = "torch's gloo uses {}, as the host name's address decides"
 TORCH = "torch", "HOROVOD_WITH_PYTORCH"
 OWN = "horovod_topk.tensorflow.keras"
 FINDINGS = [  # a finding, the end of what it says, and a part of its cure
@@ -139,20 +137,20 @@ FINDINGS = [  # a finding, the end of what it says, and a part of its cure
     (system.without_launcher(None, {}), "as a single rank", ""),
     (system.ssh(None), "on this host only", "openssh-client"),
     (system.ssh("/usr/bin/ssh"), "/usr/bin/ssh", ""),
-    (system.host_name("lonely", nowhere), "Gloo needs it", "/etc/hosts"),
-    (system.host_name("here", lambda _: "10.0.0.1"), "here, 10.0.0.1", ""),
+    (system.host_name("lonely", None), "Gloo needs it", "/etc/hosts"),
+    (system.host_name("here", "10.0.0.1"), "here, 10.0.0.1", ""),
     (  # as Debian's /etc/hosts has it; see docs/across-nodes.md
-        system.host_name("debian", lambda _: "127.0.1.1"),
-        "debian, 127.0.1.1: usable on this host only",
+        system.host_name("debian", "127.0.1.1"),
+        "debian, 127.0.1.1, which other hosts cannot reach",
         "in /etc/hosts an address that the others can reach",
     ),
-    (system.interfaces(LOCAL), "usable on this host only", "connect this one"),
-    (system.interfaces(LOCAL | CARD), "share: eth0", ""),
-    (
-        system.interfaces(LOCAL | CARD | {"docker0": ["172.17.0.1"]}),
-        "of docker0, eth0",
-        "--network-interfaces eth0",
-    ),
+    (system.interfaces(LOCAL), "no other host can be reached", "connect this one"),
+    (system.interfaces(LOCAL | CARD), "among several eth0", ""),
+    (system.interfaces(LOCAL | DOCKER | CARD), "of docker0, eth0", "--network-interfaces eth0"),
+    (system.gloo_interface(LOCAL, "127.0.0.1"), "no other host can be reached", "connect this one"),
+    (system.gloo_interface(LOCAL | DOCKER | CARD, "10.0.0.1"), USES.format("eth0"), ""),
+    (system.gloo_interface(LOCAL | CARD, "127.0.1.1"), USES.format("lo"), "SOCKET_IFNAME=eth0"),
+    (system.gloo_interface(LOCAL | CARD, None), USES.format("lo"), "SOCKET_IFNAME=eth0"),
 ]
 
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,19 +18,7 @@ from horovod_topk.cli.doctor.finding import Finding, version
 LIMIT_SECONDS = 20.0
 
 
-@dataclass(frozen=True)
-class Launching:
-    """Which network interfaces ranks use, and how to name one."""
-
-    uses: str
-    option: str
-
-
-HOROVODRUN = Launching(
-    "horovodrun uses lo on a single host, else those that all hosts share",
-    "horovodrun --network-interfaces {}",
-)
-GLOO = Launching("torch's gloo uses that of the host name", "export GLOO_SOCKET_IFNAME={}")
+INTERFACES = "network interfaces"
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "tun", "tap")  # virtual cards
 
 
@@ -46,8 +33,10 @@ def findings(controllers: Sequence[str] | None = ()) -> Iterator[Finding]:
         if "mpi" in controllers:
             yield without_launcher(launcher.wheel_prefix(), os.environ)
         yield ssh(shutil.which("ssh"))
-    yield host_name(socket.gethostname(), socket.gethostbyname)
-    yield interfaces(addresses(), HOROVODRUN if controllers is not None else GLOO)
+    name = socket.gethostname()
+    own = _resolved(name)
+    yield host_name(name, own)
+    yield interfaces(addresses()) if controllers is not None else gloo_interface(addresses(), own)
 
 
 def mpirun(
@@ -97,16 +86,22 @@ def ssh(path: str | None) -> Finding:
     return Finding("ssh", path)
 
 
-def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
-    """Report this host's name and address; Gloo resolves the name and sends the address."""
+def _resolved(name: str) -> str | None:
+    """The address of a host name; None if it has none."""
     try:
-        address = resolve(name)
+        return socket.gethostbyname(name)
     except OSError:
+        return None
+
+
+def host_name(name: str, address: str | None) -> Finding:
+    """Report this host's name and address; Gloo resolves the name and sends the address."""
+    if address is None:
         cure = f"add a line with its address and {name} to /etc/hosts"
         return Finding("host name", f"{name}, which has no address: Gloo needs it", cure)
     if _is_loopback([address]):
         cure = f"for several hosts: give {name} in /etc/hosts an address that the others can reach"
-        return Finding("host name", f"{name}, {address}: usable on this host only", cure)
+        return Finding("host name", f"{name}, {address}, which other hosts cannot reach", cure)
     return Finding("host name", f"{name}, {address}")
 
 
@@ -119,20 +114,47 @@ def addresses() -> dict[str, list[str]]:
     return found
 
 
-def interfaces(found: Mapping[str, list[str]], launching: Launching = HOROVODRUN) -> Finding:
-    """Report the network interfaces, and which ones a launcher uses."""
-    listed = ", ".join(f"{name} {' '.join(each)}" for name, each in sorted(found.items()))
-    cards = sorted(name for name, each in found.items() if not _is_loopback(each))
+def interfaces(found: Mapping[str, list[str]]) -> Finding:
+    """Report the network interfaces, and which ones horovodrun uses."""
+    cards = _cards(found)
     if not cards:
-        cure = "for several hosts, connect this one to a network"
-        return Finding("network interfaces", f"{listed or 'none'}: usable on this host only", cure)
-    taken = f"{listed}; {launching.uses}"
-    real = [name for name in cards if not name.startswith(VIRTUAL)]
-    if len(cards) > 1:
-        card = (real or cards)[0]
-        cure = f"among several hosts, name one: {launching.option.format(card)}"
-        return Finding("network interfaces", f"{taken}, of {', '.join(cards)}", cure)
-    return Finding("network interfaces", f"{taken}: {cards[0]}")
+        return _unconnected(found)
+    if len(cards) == 1:
+        among, cure = cards[0], ""
+    else:
+        among = f"one that all hosts have, of {', '.join(sorted(cards))}"
+        cure = f"for several hosts, name one: horovodrun --network-interfaces {cards[0]}"
+    said = f"{_listed(found)}; horovodrun uses lo on a single host, and among several {among}"
+    return Finding(INTERFACES, said, cure)
+
+
+def gloo_interface(found: Mapping[str, list[str]], own: str | None) -> Finding:
+    """Report the network interfaces, and which one torch's gloo uses: that of the host name.
+
+    own: address of the host name; None: it has none.
+    """
+    cards = _cards(found)
+    if not cards:
+        return _unconnected(found)
+    used = next((name for name in cards if own in found[name]), "lo")
+    cure = "" if used == cards[0] else f"for several hosts: export GLOO_SOCKET_IFNAME={cards[0]}"
+    said = f"{_listed(found)}; torch's gloo uses {used}, as the host name's address decides"
+    return Finding(INTERFACES, said, cure)
+
+
+def _cards(found: Mapping[str, list[str]]) -> list[str]:
+    """Names of the interfaces that lead to other hosts; virtual ones come last."""
+    names = sorted(name for name, each in found.items() if not _is_loopback(each))
+    return sorted(names, key=lambda name: name.startswith(VIRTUAL))
+
+
+def _listed(found: Mapping[str, list[str]]) -> str:
+    return ", ".join(f"{name} {' '.join(each)}" for name, each in sorted(found.items())) or "none"
+
+
+def _unconnected(found: Mapping[str, list[str]]) -> Finding:
+    cure = "for several hosts, connect this one to a network"
+    return Finding(INTERFACES, f"{_listed(found)}: no other host can be reached", cure)
 
 
 def _is_loopback(listed: list[str]) -> bool:
