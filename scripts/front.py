@@ -32,9 +32,9 @@ LINES = {  # method of the benchmark -> label and style
 }
 MODEL = "resnet50"
 COLUMNS = {  # of the table of quality -> study and metrics
-    "five text models, %": ("default", ["bits_per_byte"]),
-    "a residual network, points of accuracy": ("default", ["accuracy"]),
-    "four held-out models, %": ("unseen", ["bits_per_byte", "mse"]),
+    "loss of five text models, %": ("default", ["bits_per_byte"]),
+    "accuracy of a residual network, points": ("default", ["accuracy"]),
+    "loss of four models that nobody tuned to, %": ("unseen", ["bits_per_byte", "mse"]),
 }
 
 
@@ -114,7 +114,7 @@ def _quality() -> str:
         if found[optimizer].keys() >= {*keys}:
             costs = (found[optimizer][key] for key in keys)
             rows.append([OPTIMIZERS[optimizer], *map(_said, costs)])
-    return table(["mean, worst run (runs)", *COLUMNS], rows)
+    return table(["mean, worst (runs)", *COLUMNS], rows)
 
 
 def _said(costs: list[float]) -> str:

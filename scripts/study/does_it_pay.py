@@ -464,6 +464,7 @@ def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
         "seconds": lambda job: benchmark.seconds_table(jobs[job]["variants"], LOCAL),
         "steps": partial(step_table, joined),
         "sooner": partial(sooner, joined),
+        "needed": lambda name: f"{reached(joined.curves[name], joined.target):.0f}",
         "step": lambda rate, name: f"{joined.seconds(rate, name):.2f}",
         "target": lambda share: target_table(joined, float(share)),
         "predicted": partial(predicted, specs, joined),
