@@ -30,6 +30,9 @@ class NumpyOps(IndexedVerbs):
     def zeros(self, numel: int, dtype: str, device: str = "cpu") -> Array:
         return np.zeros(numel, dtype)
 
+    def numbers(self, numbers: Sequence[float], dtype: str, device: str = "cpu") -> Array:
+        return np.array(numbers, np.float32).astype(dtype)
+
     def arange(self, count: int, device: str = "cpu") -> Array:
         return np.arange(count)
 

@@ -192,6 +192,10 @@ class Arrays(Protocol[Array]):
         """A new array of `numel` zeros."""
         ...
 
+    def numbers(self, numbers: Sequence[float], dtype: str, device: str) -> Array:
+        """A new array of numbers, which are rounded to float32 first."""
+        ...
+
     def arange(self, count: int, device: str) -> Array:
         """int64 indices 0, 1, ... count - 1."""
         ...

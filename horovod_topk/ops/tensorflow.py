@@ -279,6 +279,9 @@ class TensorFlowOps(SharedVerbs):
     def zeros(self, numel: int, dtype: str, device: str = "") -> Array:
         return Buffer(tf.zeros([numel], dtype))
 
+    def numbers(self, numbers: Sequence[float], dtype: str, device: str = "") -> Array:
+        return Buffer(tf.cast(tf.constant(numbers, tf.float32), dtype))
+
     def arange(self, count: int, device: str = "") -> Array:
         return Buffer(tf.range(count, dtype=tf.int64))
 
@@ -680,11 +683,12 @@ class BucketOperations:
         squares: Sequence[Array | None] = (),
     ) -> None:
         keys = [_scalar(number, tf.int64) for each in streams for number in each.numbers()]
+        none = tf.zeros([0], residual.dtype)
         left, filled = self._operations.topkef_encode(
             residual=residual.array if isinstance(residual, Scaled) else residual.value,
             scales=_scales(residual),
             gradients=[gradient.value for gradient in gradients],
-            squares=[tf.zeros([0], residual.dtype) if v is None else v.value for v in squares],
+            squares=[none if v is None else v.value for v in squares],
             template=payload.value,
             keys=tf.stack(keys) if keys else tf.zeros([0], tf.int64),
             recipe=self._recipe,
@@ -825,8 +829,8 @@ def _add_rows(total: Tensor, rows: Tensor) -> Tensor:
     """Add [P, n] to [n], one row after another."""
     if rows.shape[0] is None:
         return tf.foldl(tf.add, rows, total)
-    for rank in range(rows.shape[0]):
-        total = total + rows[rank]
+    for row in tf.unstack(rows):
+        total = total + row
     return total
 
 

@@ -80,6 +80,9 @@ class TorchOps(IndexedVerbs):
     def zeros(self, numel: int, dtype: str, device: str = "cpu") -> Tensor:
         return torch.zeros(numel, dtype=DTYPES[dtype], device=device)
 
+    def numbers(self, numbers: Sequence[float], dtype: str, device: str = "cpu") -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float32, device=device).to(DTYPES[dtype])
+
     def arange(self, count: int, device: str = "cpu") -> Tensor:
         return torch.arange(count, device=device)
 

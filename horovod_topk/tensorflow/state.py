@@ -75,7 +75,7 @@ class OptimizerState(Attached[VariableState]):
         self._names = names = names_of(variables)
         self._known = {VARIABLES: names, "shapes": shapes_of(names, variables)}
         self._name_of = {id(unwrap(v)): name for v, name in zip(variables, names, strict=True)}
-        self._functions: dict[tuple[str, float, int], Callable[..., list[Any]]] = {}
+        self._functions: dict[tuple[str, float | None, int], Callable[..., list[Any]]] = {}
         self._traced: dict[tuple[str, float], CachedPlan] = {}  # plans of the traced graphs
         self._raised: Exception | None = None  # error of the last step
         self._ended: float | None = None  # end of the last step, by `time.perf_counter`
@@ -159,9 +159,8 @@ class OptimizerState(Attached[VariableState]):
         return with_momentum(gradients, variables, self._names, self._config, velocities)
 
     def _run(self, cached: CachedPlan, *given: Any) -> list[Any]:
-        schedule = self._state.schedule_in_graphs
         if not tf.executing_eagerly():
-            return list(schedule.traced(lambda ratio: self._function(cached, ratio)(*given)))
+            return self._function(cached, None)(*given)
         self._raised = None
         try:
             return self._function(cached, self._state.ratio)(*given)
@@ -170,10 +169,12 @@ class OptimizerState(Attached[VariableState]):
                 raise self._raised from None
             raise
 
-    def _function(self, cached: CachedPlan, ratio: float) -> Callable[..., list[Any]]:
+    def _function(self, cached: CachedPlan, ratio: float | None) -> Callable[..., list[Any]]:
         """Return the function that runs a step at a ratio level; all traces of the step call it.
 
         A graph has the number of ranks as a constant, so another number has its own function.
+
+        ratio: ratio of the level; None: the level is chosen when the function runs.
         """
         key, this = (cached.name, ratio, self._state.collective.size), weakref.ref(self)
         if key not in self._functions:
@@ -181,7 +182,10 @@ class OptimizerState(Attached[VariableState]):
             def build(*given: Any) -> Any:
                 state = this()
                 assert state is not None  # it traces this function
-                return state._build(cached, ratio, *given)
+                if ratio is not None:
+                    return state._build(cached, ratio, *given)
+                schedule = state._state.schedule_in_graphs
+                return schedule.traced(lambda each: state._build(cached, each, *given))
 
             self._functions[key] = tf.function(build, autograph=False)
         return self._functions[key]

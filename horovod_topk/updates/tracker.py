@@ -8,7 +8,6 @@ update writes; so is the mean square of an optimizer with a step of its own.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -167,7 +166,7 @@ class _Bucket(Generic[Array]):
 
     def _constant(self, numbers: Sequence[float]) -> Array:
         """Make an array of numbers, one for each tensor."""
-        return constants(numbers, self._bucket, self._ops)
+        return self._ops.numbers(numbers, self._bucket.residual_dtype, self._bucket.device)
 
 
 class SgdFollower(_Bucket[Array]):
@@ -466,16 +465,6 @@ class TensorSample:
 def whole_sample(numel: int) -> TensorSample:
     """Return the sample of a whole tensor. It is cached, as every step asks for it."""
     return TensorSample(numel)
-
-
-def constants(numbers: Sequence[float], bucket: BucketPlan, ops: Ops[Array]) -> Array:
-    """Make an array of float32 numbers on a bucket's device, in the dtype of its residuals."""
-    size = 4 * len(numbers)
-    data = ops.zeros(size, "uint8", bucket.device)
-    ops.store_bytes(data, 0, struct.pack(f"<{len(numbers)}f", *numbers))
-    loaded = ops.load(data, size, 0, size)
-    rows = ops.unpack_values(loaded, len(numbers), "float32", bucket.residual_dtype)
-    return ops.row(rows, 0)
 
 
 def selecting(config: Method, pieces: Sequence[Piece]) -> set[str]:

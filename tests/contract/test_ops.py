@@ -92,6 +92,14 @@ def test_zeros(backend: Backend, numel: int) -> None:
 
 
 @each_way
+def test_numbers_are_rounded_to_float32(backend: Backend) -> None:
+    for dtype in ("float32", "float64"):
+        found = backend.ops.numbers([0.1, -2.0], dtype, "cpu")
+        assert dtype_name(found) == dtype
+        assert backend.numpy(found).tolist() == [float(np.float32(0.1)), -2.0]
+
+
+@each_way
 def test_arange(backend: Backend) -> None:
     indices = backend.ops.arange(3, "cpu")
     assert dtype_name(indices) == "int64"
