@@ -33,8 +33,8 @@ from horovod_topk.kernels.triton.topk.numbers import (
     in_gradient,
     magnitude,
     number,
-    pointer,
     split_of,
+    widened,
 )
 
 TOP_WEIGHT = tl.constexpr(0x3F800000 // 4 * 5)  # 5/4 of the bits of 1
@@ -45,10 +45,10 @@ ROOM = tl.constexpr(2048)  # no sample has more elements
 
 
 @triton.jit
-def find_floors(table: tensor, squares: tensor, leasts: tensor) -> None:
+def find_floors(table: tensor, squares: tensor, leasts: tensor, WEIGHS: constexpr) -> None:
     """Store the least square that counts in each tensor, as bits; one program for each tensor.
 
-    squares: addresses of the squares, 0 for a tensor that has none.
+    squares: addresses of the squares, 0 for a tensor that has none. WEIGHS: see `stream`.
     """
     t = tl.program_id(0)
     address, numel = tl.load(squares + field(table, t, "gradient")), number(table, t, "numel")
@@ -56,8 +56,7 @@ def find_floors(table: tensor, squares: tensor, leasts: tensor) -> None:
     count = tl.where(address != 0, numel // stride * TAKEN, 0)
     lanes = tl.arange(0, ROOM)
     at = in_gradient(lanes // TAKEN * stride + lanes % TAKEN, split_of(table, t))
-    places = address.to(tl.pointer_type(tl.float32)) + at
-    sample = tl.load(places, mask=lanes < count, other=0.0).to(tl.float64)
+    sample = widened(address, at, lanes < count, WEIGHS).to(tl.float64)
     mean = (tl.sum(sample, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
     bits = mean.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.maximum((bits >> MANTISSA) - BELOW, 0) << MANTISSA
@@ -65,14 +64,12 @@ def find_floors(table: tensor, squares: tensor, leasts: tensor) -> None:
 
 
 @triton.jit
-def weighted(a: tensor, squares: tensor, at: tensor, mask: tensor, least: tensor) -> tensor:
+def weighted(
+    a: tensor, squares: tensor, at: tensor, mask: tensor, least: tensor, WEIGHS: constexpr
+) -> tensor:
     """Multiply elements `at` of a tensor by their weights; `squares` is an address, or 0."""
     if squares != 0:
-        pointers = pointer(squares, tl.int32, mask is None) + at
-        if mask is None:
-            bits = tl.load(pointers)
-        else:
-            bits = tl.load(pointers, mask=mask, other=0)
+        bits = widened(squares, at, mask, WEIGHS).to(tl.int32, bitcast=True)
         bits = tl.maximum(bits & 0x7FFFFFFF, least)
         weights = -(bits >> 2) + TOP_WEIGHT
         a = weights.to(tl.float32, bitcast=True) * a
@@ -147,10 +144,10 @@ def add_tile(
     key = magnitude(a)
     largest = tl.max(key, 0)  # 0 past the end
     lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
-    if WEIGHS:
+    if WEIGHS >= 0:
         mask = None if WHOLE else lanes < numel
         places = in_gradient(lanes, source[2])
-        product = weighted(a, weights[0], places, mask, weights[1])
+        product = weighted(a, weights[0], places, mask, weights[1], WEIGHS)
         tl.store(arenas[2] + lanes, product, mask=mask)
         key = magnitude(product)
     if not WHOLE:
@@ -217,15 +214,16 @@ def stream(
     """Add gradients to the residuals of one chunk.
 
     stats: [chunks, STATS]; slots: [chunks, SLOT]; histograms: [chunks, BINS].
-    squares, leasts: see `weigh`; used only if WEIGHS, as `products` is, for weighted elements.
+    squares, leasts: see `find_floors`; not used, as `products` for weighted elements is not, if
+        WEIGHS is -1. It is the dtype of the squares, as in a recipe.
     """
     chunk = tl.program_id(0)
     t = tl.load(owners + chunk)
     numel, start = number(table, t, "numel"), number(table, t, "start")
     of = field(table, t, "gradient")
     dtype, address = number(table, t, "dtype"), tl.load(addresses + of)
-    square, least = address, 0  # not used unless WEIGHS
-    if WEIGHS:
+    square, least = address, 0
+    if WEIGHS >= 0:
         square, least = tl.load(squares + of), tl.load(leasts + t)
     first = (chunk - number(table, t, "chunk0")) * CHUNK
     last = tl.minimum(first + CHUNK, numel)
@@ -254,7 +252,7 @@ def stream(
     if low < NOWHERE:
         tl.debug_barrier()  # orders this program's stores before its loads
         elements = candidate + start
-        if WEIGHS:
+        if WEIGHS >= 0:
             elements = products + start
         counts = histogram(elements, near, inside, (first, last), TILE, SLOT)
         bins = tl.arange(0, BINS)
