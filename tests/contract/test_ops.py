@@ -1415,6 +1415,6 @@ def test_split_shards_gives_each_shard_every_part_th_block(
     backend.ops.split_shards(backend.array(values, dtype), firsts, outs)
     assert backend.numpy(whole).tolist() == np.concatenate(shards).tolist()
     for first, shard in zip(firsts, shards, strict=True):
-        (found,) = backend.ops.shards([backend.array(values, dtype)], parts, [first])
+        found = backend.ops.shard(backend.array(values, dtype), parts, first)
         assert dtype_name(found) == dtype
         assert backend.numpy(found).tolist() == shard.tolist()
