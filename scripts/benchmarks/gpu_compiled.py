@@ -106,7 +106,7 @@ def of_buckets(values: Sequence[str], kind: int) -> Iterator[Build]:
     from horovod_topk.kernels.triton.topk.narrow import narrow
     from horovod_topk.kernels.triton.topk.pack import pack
     from horovod_topk.kernels.triton.topk.scatter import scatter
-    from horovod_topk.kernels.triton.topk.stream import find_floors, stream
+    from horovod_topk.kernels.triton.topk.stream import stream
 
     size = Geometry()
     chunk = {"CHUNK": size.chunk, "SLOT": size.slot}
@@ -116,7 +116,6 @@ def of_buckets(values: Sequence[str], kind: int) -> Iterator[Build]:
     for name, weighs in (("stream", -1), ("stream, by squares", FLOAT32)):
         own = {"KIND": kind, "WEIGHS": weighs, "TILE": size.tile, **chunk}
         yield Build(name, stream, 4, constants=own)
-    yield Build("find_floors", find_floors, 4, constants={"WEIGHS": FLOAT32})
     yield Build("narrow", narrow, 16, constants={**chunk, **run, **runs})
     yield Build("scatter", scatter, 16, constants={"RUN": 12 * size.chunk, **run})
     for name in values:

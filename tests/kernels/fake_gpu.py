@@ -142,8 +142,8 @@ def _is_place(argument: Any) -> bool:
     return isinstance(argument, torch.device | str)
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+@contextmanager
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Have this process believe that it has a GPU, and watch what it does with it."""
     from horovod_topk.kernels.triton.topk import bucket
     from horovod_topk.kernels.triton.updates import lists

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import Watch, fake_gpu, on_gpu
+from fake_gpu import Watch, on_gpu
 from test_triton import needs_triton
 from torch import Tensor, nn
 
@@ -31,8 +31,6 @@ from horovod_topk.updates.tracker import Rule, Tracker
 RANKS, BUCKETS = 2, 5
 PHASES = "encode", "sums of owners", "decode and commit", "update"
 receive = Loopback.receive
-
-__all__ = ["fake_gpu"]
 
 
 @pytest.fixture

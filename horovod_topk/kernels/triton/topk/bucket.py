@@ -24,7 +24,7 @@ from horovod_topk.kernels.triton.topk.narrow import COUNTS, narrow
 from horovod_topk.kernels.triton.topk.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.topk.pack import pack
 from horovod_topk.kernels.triton.topk.scatter import scatter
-from horovod_topk.kernels.triton.topk.stream import find_floors, stream
+from horovod_topk.kernels.triton.topk.stream import stream
 from horovod_topk.kernels.triton.topk.tables import Geometry, Tables, power_of_two
 
 _ENTRY_LANES = 128  # entries of one rank added at once
@@ -84,7 +84,7 @@ class TritonBucket:
             products = candidate
             if weighing:
                 products = self._take("products", candidate.numel(), torch.float32)
-            weights = self._weigh(weighing, kind)
+            weights = self._squares.point_to(weighing) if weighing else addresses
             self._stream(addresses, weights, kind, residual, candidate, products, chunks)
             runs = self._run_scratch()
             self._narrow(products, payload, chunks, runs)
@@ -138,20 +138,10 @@ class TritonBucket:
             self._take("asides", runs * self._tables.run_slot),
         )
 
-    def _weigh(self, squares: Sequence[Tensor | None], kind: int) -> tuple[Tensor, Tensor] | None:
-        """Return addresses of squares, and each tensor's least square; None without squares."""
-        if not squares:
-            return None
-        addresses = self._squares.point_to(squares)
-        leasts = self._take("leasts", self._head.tensors)
-        arrays = self._rows, addresses, leasts
-        launch(find_floors, (self._head.tensors,), *arrays, WEIGHS=kind, **FOUR_WARPS)
-        return addresses, leasts
-
     def _stream(
         self,
         addresses: Tensor,
-        weights: tuple[Tensor, Tensor] | None,
+        squares: Tensor,
         kind: int,
         residual: Tensor,
         candidate: Tensor,
@@ -161,8 +151,8 @@ class TritonBucket:
         geometry, programs = self._tables.geometry, len(self._tables.chunk_owners)
         if programs:
             launch(stream, (programs,),
-                self._rows, self._chunk_owners, addresses, *(weights or (addresses, self._carried)),
-                self._carried, residual, candidate, products, *chunks, KIND=self._tables.kind,
+                self._rows, self._chunk_owners, addresses, squares, self._carried,
+                residual, candidate, products, *chunks, KIND=self._tables.kind,
                 WEIGHS=kind, TILE=geometry.tile, CHUNK=geometry.chunk,
                 SLOT=geometry.slot, **FOUR_WARPS,
             )  # fmt: skip

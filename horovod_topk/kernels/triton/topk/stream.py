@@ -6,8 +6,8 @@ If entries are selected by weighted elements, these are written beside the candi
 near the threshold of the step before are counted and stored, so that the next pass need not read
 all elements again.
 
-Weights are those of `horovod_topk.ops.protocol.Ops.weighted`: a small launch before this pass finds
-the least square that counts in each tensor. This pass then multiplies e + g by weights, and the
+Weights are those of `horovod_topk.ops.protocol.Ops.weighted`: a program first finds the least
+square that counts in its tensor, from a sample. This pass multiplies e + g by weights, and the
 others select by the products.
 """
 
@@ -41,26 +41,27 @@ TOP_WEIGHT = tl.constexpr(0x3F800000 // 4 * 5)  # 5/4 of the bits of 1
 MANTISSA = tl.constexpr(23)  # its bits
 BELOW = tl.constexpr(7)  # binary orders of magnitude from the mean to the least square
 ROWS, LEAST_ROW, TAKEN = tl.constexpr(64), tl.constexpr(16), tl.constexpr(16)
-ROOM = tl.constexpr(2048)  # no sample has more elements
+ROOM = tl.constexpr(512)  # elements of a sample that are added at once
 
 
 @triton.jit
-def find_floors(table: tensor, squares: tensor, leasts: tensor, WEIGHS: constexpr) -> None:
-    """Store the least square that counts in each tensor, as bits; one program for each tensor.
+def floor(table: tensor, t: tensor, address: tensor, WEIGHS: constexpr) -> tensor:
+    """Return the least square that counts in tensor `t`, as bits.
 
-    squares: addresses of the squares, 0 for a tensor that has none. WEIGHS: see `stream`.
+    address: of the squares, 0 for a tensor that has none. WEIGHS: see `stream`.
     """
-    t = tl.program_id(0)
-    address, numel = tl.load(squares + field(table, t, "gradient")), number(table, t, "numel")
+    numel = number(table, t, "numel")
     stride = tl.maximum(numel // ROWS, LEAST_ROW) | 1
     count = tl.where(address != 0, numel // stride * TAKEN, 0)
-    lanes = tl.arange(0, ROOM)
-    at = in_gradient(lanes // TAKEN * stride + lanes % TAKEN, split_of(table, t))
-    sample = widened(address, at, lanes < count, WEIGHS).to(tl.float64)
-    mean = (tl.sum(sample, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+    total, split = tl.zeros([ROOM], tl.float64), split_of(table, t)
+    for begin in range(0, count, ROOM):
+        lanes = begin + tl.arange(0, ROOM)
+        at = in_gradient(lanes // TAKEN * stride + lanes % TAKEN, split)
+        total += widened(address, at, lanes < count, WEIGHS).to(tl.float64)
+    mean = (tl.sum(total, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
     bits = mean.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.maximum((bits >> MANTISSA) - BELOW, 0) << MANTISSA
-    tl.store(leasts + t, tl.where(bits != 0, least, INFINITY))
+    return tl.where(bits != 0, least, INFINITY)
 
 
 @triton.jit
@@ -197,7 +198,6 @@ def stream(
     owners: tensor,
     addresses: tensor,
     squares: tensor,
-    leasts: tensor,
     carried: tensor,
     residual: tensor,
     candidate: tensor,
@@ -214,7 +214,7 @@ def stream(
     """Add gradients to the residuals of one chunk.
 
     stats: [chunks, STATS]; slots: [chunks, SLOT]; histograms: [chunks, BINS].
-    squares, leasts: see `find_floors`; not used, as `products` for weighted elements is not, if
+    squares: addresses of the squares; not used, as `products` for weighted elements is not, if
         WEIGHS is -1. It is the dtype of the squares, as in a recipe.
     """
     chunk = tl.program_id(0)
@@ -224,7 +224,8 @@ def stream(
     dtype, address = number(table, t, "dtype"), tl.load(addresses + of)
     square, least = address, 0
     if WEIGHS >= 0:
-        square, least = tl.load(squares + of), tl.load(leasts + t)
+        square = tl.load(squares + of)
+        least = floor(table, t, square, WEIGHS)
     first = (chunk - number(table, t, "chunk0")) * CHUNK
     last = tl.minimum(first + CHUNK, numel)
     low, largest, above, inside = NOWHERE, 0, 0, 0
