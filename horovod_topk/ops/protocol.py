@@ -353,6 +353,10 @@ class Arrays(Protocol[Array]):
         """
         ...
 
+    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> None:
+        """Multiply each array in place by its factor."""
+        ...
+
     def shards(
         self, tensors: Sequence[Array], parts: int, firsts: Sequence[int]
     ) -> Sequence[Array]:

@@ -399,6 +399,12 @@ class TorchOps(IndexedVerbs):
         shard[rounds * SHARD_BLOCK :] = rest
         return shard
 
+    def scale(self, arrays: Sequence[Tensor], factors: Sequence[float]) -> None:
+        if arrays and arrays[0].device.type != "cpu":
+            lists.scale(arrays, factors)
+        else:
+            super().scale(arrays, factors)
+
     def shards(self, tensors: Sequence[Tensor], parts: int, firsts: Sequence[int]) -> list[Tensor]:
         ours = self._lists(tensors[0].device) if tensors else None
         if ours is None or not ours.suit(tensors):

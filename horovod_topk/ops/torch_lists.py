@@ -74,6 +74,11 @@ def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
     _verbs._foreach_mul_(tensors, shaped(factors, tensors))
 
 
+def scale(tensors: Sequence[Tensor], factors: Sequence[float]) -> None:
+    """Multiply each tensor in place by its factor."""
+    _verbs._foreach_mul_(tensors, factors)
+
+
 def positions(tensors: Sequence[Tensor]) -> Tensor:
     """Return, for each element, the position of its tensor in the list."""
     sizes = tuple(tensor.numel() for tensor in tensors)

@@ -126,7 +126,7 @@ class Operations(TorchDispatchMode):
 
     def _note(self, func: Any, given: list[Tensor], found: list[Tensor]) -> None:
         name, watch = func._schema.name, self._watch
-        if found and not (func.is_view or name.startswith(FREE)):
+        if (given or found) and not (func.is_view or name.startswith(FREE)):
             watch.launched[name] += 1
         has_mask = name.startswith("aten::index") and any(e.dtype == torch.bool for e in given)
         if has_mask or name.removeprefix("aten::") in SIZED:

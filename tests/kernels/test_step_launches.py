@@ -83,10 +83,10 @@ class Training:
             self.optimizer = torch.optim.SGD(self.parameters, **own)
         names, rule = {p: name for name, p in model.items()}, Rule(kind)
         follower = Tracker(rule, TorchOps(), lambda: moments(self.optimizer, names))
-        config = TopK(values="int4", exchange=exchange, min_numel=4)
+        config = TopK(values="int4", exchange=exchange, min_numel=4, follow_lr=True)
         made = exchanges.Compressed(model, RANKS, config, rule, follower)
         self.ranks = made.compressors
-        self.updates = Updates(names, self.ranks[0])
+        self.updates, self.follow = Updates(names, self.ranks[0]), made.attach
         of_ranks = [[torch.randn_like(p).detach() for p in self.parameters] for _ in self.ranks]
         self.gradients = of_ranks[0]
         self.buckets = [made.in_buckets(each) for each in of_ranks]
@@ -147,6 +147,25 @@ def test_a_step_launches_waits_and_allocates_as_documented(
     assert watch.waited == {"tolist": arrivals * BUCKETS * RANKS}  # headers of payloads
     assert watch.taken == {}
     assert {phase: found.total() for phase, found in seen.items()} == documented(row), str(seen)
+
+
+@needs_triton
+def test_a_learning_rate_that_falls_takes_two_launches_more_for_each_bucket(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Residuals and mean norms are in units of it. The update's numbers take a copy, too."""
+    model, plan_of = small_model(torch.float32)
+    monkeypatch.setattr(exchanges, "plan_of", plan_of)
+    training = Training("sgd", "allgather", model)
+    training.follow(training.optimizer)
+    seen = {phase: Counter[str]() for phase in PHASES}
+    for _ in range(3):
+        training.optimizer.param_groups[0]["lr"] *= 0.9
+        seen = {phase: Counter[str]() for phase in PHASES}
+        training.step(lambda phase, seen=seen: watch.counting(seen[phase]))
+    assert sum(found["aten::_foreach_mul_"] for found in seen.values()) == 2 * BUCKETS, str(seen)
+    added = sum(found.total() for found in seen.values())
+    assert added == sum(documented("`TopKEF()`, SGD with momentum").values()) + 2 * BUCKETS + 1
 
 
 def planted() -> dict[str, Callable[[Tensor], Any]]:
