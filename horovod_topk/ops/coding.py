@@ -59,6 +59,7 @@ SHARD_BLOCK = 512  # consecutive elements of a shard, so that memory is read in 
 ALWAYS = 255  # code of an element that arrives in every step: 255 phi^(1/4), phi its mean
 FREE = 2.0**20  # largest step of a weight in learning rates, and so finite
 OFTEN = 215  # least code of how often an element arrives, phi, above 1/2: 255 phi^(1/4)
+NOISE = 0x9E3779B1, 0x85EBCA77, 0x85EBCA6B, 0xC2B2AE35  # factors of `noise`
 SAMPLE = 1 << 14  # elements sampled to guess a threshold; smaller tensors need no guess
 _MOST_LOW_BITS = 31
 
@@ -96,6 +97,23 @@ def random_index(drawn: Any, numbers: Any, numel: int, shift: Any = operator.rsh
     """`Ops.random_index`, from [k] random numbers of 31 bits, and 0, 1, ... k."""
     ends = numbers * numel // drawn.shape[0]
     return ends[:-1] + shift(drawn * (ends[1:] - ends[:-1]), 31)
+
+
+def noise(at: Any, step: int) -> Any:
+    """Bits that a float32 gets added before it is cut to bfloat16: so it is rounded at random.
+
+    They depend on the element and the step alone, so that all ranks and devices round alike. The
+    mix of bits is the end of MurmurHash3 (Appleby).
+
+    Args:
+        at: positions of elements, int64.
+        step: number of a step.
+    """
+    low = 0xFFFFFFFF
+    x = (at * NOISE[0] + step * NOISE[1]) & low
+    x = ((x ^ (x >> 16)) * NOISE[2]) & low
+    x = ((x ^ (x >> 13)) * NOISE[3]) & low
+    return (x ^ (x >> 16)) & 0xFFFF
 
 
 def sample_rank(count: int, k: int) -> tuple[int, int]:

@@ -83,7 +83,8 @@ class NumpyOps(IndexedVerbs):
         np.add(velocity * velocity.dtype.type(factor), gradient.reshape(-1), out=out)
 
     def weighted(self, values: Array, squares: Array) -> Array:
-        flat, (mantissa, one) = squares.reshape(-1), FLOAT_BITS[values.dtype.name]
+        flat = squares.reshape(-1).astype(values.dtype, copy=False)
+        mantissa, one = FLOAT_BITS[values.dtype.name]
         kind = f"int{8 * values.itemsize}"
         stride = max(flat.size // 64, 16) | 1
         sample = flat[: flat.size // stride * stride].reshape(-1, stride)[:, :16]

@@ -169,6 +169,10 @@ class TrackerKernels:
         after it, flat. states: arrays with two numbers for each gradient: what sums over samples
         are multiplied by, first those of one class; then of both classes in turn, what D fades by,
         D, and D' to be written.
+    energy_of_owner(exchanged, residuals, arrivals, places, states, numbers): adds to D' what an
+        owner's error feedback takes away. residuals: the owner's. states: what sums are multiplied
+        by, and D'. numbers: what gradients are multiplied by to be sums, and what sums and
+        residuals are multiplied by to be means.
     energies(gradients, arrivals, places, states, sent, numbers): computes each gradient's energy E'
         and damping c. states: as above, of E; then the largest share of E that counts as gained,
         and c to be written. sent: rows of bytes: D' of each rank, float32. numbers: what gradients
@@ -181,6 +185,7 @@ class TrackerKernels:
     """
 
     energy_withheld: Callable[..., None] | None = None
+    energy_of_owner: Callable[..., None] | None = None
     energies: Callable[..., None] | None = None
     spikes: Callable[..., None] | None = None
 
@@ -352,6 +357,16 @@ class Arrays(Protocol[Array]):
         """
         ...
 
+    def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> None:
+        """Multiply each array in place by its factor."""
+        ...
+
+    def shards(
+        self, tensors: Sequence[Array], parts: int, firsts: Sequence[int]
+    ) -> Sequence[Array]:
+        """`shard` of each tensor, in memory that may be written again by the next call."""
+        ...
+
     def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         """Write `shard(gradient, len(firsts), firsts[p])` to outs[p], cast to its dtype.
 
@@ -424,7 +439,7 @@ class Packing(Protocol[Array]):
 
         Args:
             values: [n], float32 or float64.
-            squares: n elements of the same dtype, not negative.
+            squares: n elements of any float dtype, not negative.
         """
         ...
 

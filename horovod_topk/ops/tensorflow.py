@@ -340,7 +340,8 @@ class TensorFlowOps(SharedVerbs):
         _write(out, kept + _flat(gradient))
 
     def weighted(self, values: Array, squares: Array) -> Array:
-        flat, (mantissa, one) = _flat(squares), coding.FLOAT_BITS[values.dtype.name]
+        flat = tf.cast(_flat(squares), values.dtype)
+        mantissa, one = coding.FLOAT_BITS[values.dtype.name]
         kind = tf.int32 if values.dtype == tf.float32 else tf.int64
         stride = max(flat.shape[0] // 64, 16) | 1
         rows = flat.shape[0] // stride
@@ -688,7 +689,7 @@ class BucketOperations:
             residual=residual.array if isinstance(residual, Scaled) else residual.value,
             scales=_scales(residual),
             gradients=[gradient.value for gradient in gradients],
-            squares=[none if v is None else v.value for v in squares],
+            squares=[none if v is None else tf.cast(v.value, residual.dtype) for v in squares],
             template=payload.value,
             keys=tf.stack(keys) if keys else tf.zeros([0], tf.int64),
             recipe=self._recipe,

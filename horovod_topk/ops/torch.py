@@ -168,7 +168,8 @@ class TorchOps(IndexedVerbs):
     ) -> TrackerKernels:
         ours = self._lists(others[0].device)
         if ours is not None and not factors and ours.suit(gradients, others):
-            return TrackerKernels(ours.energy_withheld, ours.energies, ours.spikes)
+            own = ours.energy_withheld, ours.energy_of_owner
+            return TrackerKernels(*own, ours.energies, ours.spikes)
         library = self._library(others[0].device.type)
         if library is None or any(g.dtype != others[0].dtype for g in gradients):
             return TrackerKernels()
@@ -224,7 +225,8 @@ class TorchOps(IndexedVerbs):
         return "framework" if kind == "cpu" else kind
 
     def weighted(self, values: Tensor, squares: Tensor) -> Tensor:
-        flat, (mantissa, one) = squares.reshape(-1), coding.FLOAT_BITS[self.dtype(values)]
+        flat = squares.reshape(-1).to(values.dtype)
+        mantissa, one = coding.FLOAT_BITS[self.dtype(values)]
         kind = torch.int32 if values.dtype == torch.float32 else torch.int64
         stride = max(flat.numel() // 64, 16) | 1
         sample = flat[: flat.numel() // stride * stride].view(-1, stride)[:, :16].double()
@@ -400,6 +402,19 @@ class TorchOps(IndexedVerbs):
         shard[rounds * SHARD_BLOCK :] = rest
         return shard
 
+    def scale(self, arrays: Sequence[Tensor], factors: Sequence[float]) -> None:
+        if arrays and arrays[0].device.type != "cpu":
+            lists.scale(arrays, factors)
+        else:
+            super().scale(arrays, factors)
+
+    def shards(self, tensors: Sequence[Tensor], parts: int, firsts: Sequence[int]) -> list[Tensor]:
+        ours = self._lists(tensors[0].device) if tensors else None
+        if ours is None or not ours.suit(tensors):
+            return super().shards(tensors, parts, firsts)
+        made: list[Tensor] = ours.shards(tensors, parts, firsts)
+        return made
+
     def split_shards(self, gradient: Tensor, firsts: Sequence[int], outs: Sequence[Tensor]) -> None:
         flat, parts = gradient.reshape(-1), len(firsts)
         rounds = flat.numel() // (SHARD_BLOCK * parts)
@@ -561,6 +576,7 @@ class CpuBucket:
     def __init__(self, recipe: Sequence[int], library: native.Library) -> None:
         self._kernel = native.NativeBucket(recipe, library)
         self._payload_bytes, width = recipe[4], recipe[1]
+        self._dtype = torch.float32 if width == 4 else torch.float64
         self._starts = [start * width for start in recipe[HEAD + 2 :: EACH]]
         gradients = set(recipe[HEAD + 6 :: EACH])
         self._corrects = gradients == {2 if width == 4 else 3}  # gradients have residuals' dtype
@@ -591,7 +607,7 @@ class CpuBucket:
     ) -> None:
         packed = [g if g.is_contiguous() and not g.is_neg() else _packed(g) for g in gradients]
         starts, correction = [each._starts for each in kernels], None
-        weighing = [None if v is None else _packed(v) for v in squares]
+        weighing = [None if v is None else _packed(v.to(self._dtype)) for v in squares]
         if velocities is not None or any(factors) or weighing:
             pairs = zip(factors, starts, strict=True)
             scales = [each or [1.0] * len(tensors) for each, tensors in pairs]

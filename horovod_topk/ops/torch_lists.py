@@ -27,20 +27,21 @@ _verbs: Any = torch  # operations on lists of tensors have no annotations
 def by_kernels(
     items: Sequence[Item], tensors: Callable[[Item], Sequence[Tensor]]
 ) -> Iterator[tuple[ModuleType | None, list[Item]]]:
-    """Split items into lists that kernels can compute with, one a device, and the others.
+    """Split items into lists that kernels can compute with, one a device and dtype, and the others.
 
     tensors: returns those of an item that kernels read and write.
 
     Yields:
         The module of kernels, `kernels.triton.updates.lists`, or None, and a list of items.
     """
-    fit, others = dict[torch.device, list[Item]](), list[Item]()
+    fit, others = dict[tuple[torch.device, torch.dtype], list[Item]](), list[Item]()
     for item in items:
         found = tensors(item)
         ours = triton.for_lists(found[0].device.type)
         is_fit = ours is not None and ours.suit(found)
-        (fit.setdefault(found[0].device, []) if is_fit else others).append(item)
-    for device, own in fit.items():
+        kind = found[0].device, found[0].dtype
+        (fit.setdefault(kind, []) if is_fit else others).append(item)
+    for (device, _), own in fit.items():
         yield triton.for_lists(device.type), own
     if others:
         yield None, others
@@ -71,6 +72,11 @@ def shaped(joined: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
     """Multiply tensors in place by a flat tensor of factors, one for each element."""
     _verbs._foreach_mul_(tensors, shaped(factors, tensors))
+
+
+def scale(tensors: Sequence[Tensor], factors: Sequence[float]) -> None:
+    """Multiply each tensor in place by its factor."""
+    _verbs._foreach_mul_(tensors, factors)
 
 
 def positions(tensors: Sequence[Tensor]) -> Tensor:

@@ -43,6 +43,14 @@ class SharedVerbs:
         block = coding.SHARD_BLOCK
         return (index // block * parts + first) * block + index % block
 
+    def scale(self: Any, arrays: Sequence[Any], factors: Sequence[Any]) -> None:
+        for array, factor in zip(arrays, factors, strict=True):
+            self.write_scaled(array, factor, array, False)
+
+    def shards(self: Any, tensors: Sequence[Any], parts: int, firsts: Sequence[int]) -> list[Any]:
+        pairs = zip(tensors, firsts, strict=True)
+        return [self.shard(tensor, parts, first) for tensor, first in pairs]
+
     def split_shards(self: Any, gradient: Any, firsts: Sequence[int], outs: Sequence[Any]) -> None:
         for first, out in zip(firsts, outs, strict=True):
             self.assign(out, self.shard(gradient, len(firsts), first))

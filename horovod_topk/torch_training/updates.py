@@ -25,6 +25,7 @@ from horovod_topk.updates.formulas import Adam, Sgd
 from horovod_topk.updates.torch import Update, update
 from horovod_topk.updates.tracker import CLASSES, AdamFollower, Moments, SgdFollower
 
+LONGEST = 1 << 24  # steps that are told apart where numbers are rounded at random
 ADAM_KEYS = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 
 
@@ -188,6 +189,7 @@ def _adam_of(
         if count not in made:
             made[count] = formulas.adam_of(betas, count + 1, rate, decays, eps)
         found.append(_of(optimizer, group, p, each, made[count]))
+        found[-1].step = (count + 1) % LONGEST
     return found
 
 

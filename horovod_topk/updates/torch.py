@@ -15,6 +15,7 @@ from torch import Tensor
 
 from horovod_topk.kernels import native, triton
 from horovod_topk.kernels.triton.memory import note_writing
+from horovod_topk.ops import coding
 from horovod_topk.ops import torch_lists as lists
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.updates import formulas
@@ -36,6 +37,7 @@ class Update:
     numbers: Sgd | Adam
     moments: Sequence[Tensor] = ()  # the optimizer's: its momentum buffer, or Adam's two or three
     rms: Tensor | None = None  # of Adam's weight, []
+    step: int = 0  # Adam's t, by which a second moment in bfloat16 is rounded
 
 
 def update(updates: Sequence[Update]) -> None:
@@ -78,7 +80,8 @@ VERBS = _Verbs()
 def update_by_torch(each: Update) -> None:
     """Update one tensor by PyTorch's operations: with the bits of kernels on a CPU.
 
-    Arrays of 16-bit floats are computed with in float32.
+    Arrays of 16-bit floats are computed with in float32. They are rounded to nearest, except a
+    second moment in bfloat16: 0.999 v would be rounded back to v, and v could never fall.
     """
     numbers, shape = each.numbers, each.weight.shape
     wide = torch.promote_types(each.weight.dtype, torch.float32)
@@ -100,10 +103,20 @@ def update_by_torch(each: Update) -> None:
         factor = torch.where(often, *each.damping) if numbers.beta1 else 1.0
         now = share, factor, each.rms
         weight, *new = formulas.adam(own, kept, g, *now, numbers, VERBS)
+        if each.moments[1].dtype == torch.bfloat16:
+            new[1] = rounded_at_random(new[1], each.step)
         for memory, value in zip(each.moments, new, strict=False):
             memory.copy_(value)
     each.weight.copy_(weight)
     each.codes.copy_(codes)
+
+
+def rounded_at_random(values: Tensor, step: int) -> Tensor:
+    """Round float32 numbers up or down to bfloat16, to themselves on average."""
+    at = torch.arange(values.numel(), device=values.device).view(values.shape)
+    bits = values.float().contiguous().view(torch.int32) + coding.noise(at, step).to(torch.int32)
+    cut = (bits >> 16 << 16).view(torch.float32)
+    return torch.where(values.isnan(), values, cut).bfloat16()
 
 
 def following(codes: Tensor, gradient: Tensor) -> Tensor:
@@ -127,8 +140,7 @@ def measure_weights(weights: Sequence[Tensor]) -> list[Tensor]:
         else:
             wide = torch.promote_types(dtype, torch.float32)
             sums = _OPS.energies_of(some, None, picks, str(wide)[6:])
-            sizes = torch.tensor([each.size for each in samples], dtype=wide, device=device)
-            roots = lists.root(sums / sizes)
+            roots = lists.root(sums / _sizes(tuple(each.size for each in samples), wide, device))
         found |= zip(places, roots, strict=True)
     return [found[at] for at in range(len(weights))]
 
@@ -182,7 +194,12 @@ def _numbers(each: Update) -> tuple[float, ...]:
         return sign, of.decay, *own
     moments = of.beta1, of.beta2, of.again, of.now
     weights = of.stays, of.rate, of.scale, of.eps, of.most, of.reach
-    return sign, of.decay, *moments, *weights, 1.0 - of.beta2
+    return sign, of.decay, *moments, *weights, 1.0 - of.beta2, each.step
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(sizes, dtype=dtype, device=device)
 
 
 @functools.cache

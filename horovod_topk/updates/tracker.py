@@ -249,10 +249,8 @@ class AdamFollower(_Bucket[Array]):
         firsts = [pieces[at].first for at in self._positions]
         pairs = zip(self._sizes, firsts, strict=True)
         self._shards = [TensorSample(numel, parts, first) for numel, first in pairs]
-        self._shard_places = tuple(
-            (pieces[at].start, *place[1:3], *shard.pick)
-            for at, place, shard in zip(self._positions, self._places, self._shards, strict=True)
-        )
+        self._shard_places = self._places_in(self._own)
+        self._owned_places = [*map(self._places_in, owned)]
         # Gradients of which this rank, as a rank or an owner, does not send all elements.
         plans = [arenas.plan for arenas in (*residuals, *owned)]
         pieces_of = (each for plan in plans for each in plan.tensors)
@@ -282,14 +280,13 @@ class AdamFollower(_Bucket[Array]):
             each_class = [beta for beta in betas for _ in range(CLASSES)]
             self._fading = self._constant(each_class)
         self._squares = [None] * len(gradients)
-        device, dtype = self._ops.device(gradients[0]), self._bucket.residual_dtype
+        device = self._ops.device(gradients[0])
         for at, each in zip(self._positions, known, strict=True):
             v = each.square
             if at in self._selecting and v is not None:
                 numel = self._bucket.gradients[at].spec.numel
                 if (self._ops.numel(v), self._ops.device(v)) == (numel, device):
-                    same = self._ops.dtype(v) == dtype
-                    self._squares[at] = v if same else self._ops.cast(v, dtype)
+                    self._squares[at] = v
 
     def _known(self) -> list[Moments]:
         """Mean squares of each tensor before this step: Adam's, or those that are kept."""
@@ -341,7 +338,9 @@ class AdamFollower(_Bucket[Array]):
             now: Any = ops.transposed(sums * self._scales, CLASSES)
             self._fade(energy, energy.residual, now * (unit / gain) ** 2)
             ops.assign(damping, self._damping(energy.candidate, self._mean(message), ranks))
-        for owned in self._owned:
+        for owned, places in zip(self._owned, self._owned_places, strict=True):
+            if self._owner_by_kernel(owned, each, places, (1.0 / gain, unit)):
+                continue
             before, after = self._kept(owned)
             came = self._sampled(exchanged) * (1.0 / gain) + after - before
             withheld = self._withheld(came * unit, before * unit, after * unit)
@@ -398,6 +397,32 @@ class AdamFollower(_Bucket[Array]):
         if kernel is not None:
             kernel(own, (before, after), codes, self._shard_places, states)
         return kernel is not None
+
+    def _owner_by_kernel(
+        self,
+        owned: Arenas[Array],
+        exchanged: Sequence[Array],
+        places: tuple[Place, ...],
+        numbers: tuple[float, float],
+    ) -> bool:
+        """Add what this rank loses as an owner to D' in a kernel, if there is one."""
+        codes, arenas = self._states[ARRIVALS].residual, self._states[WITHHELD]
+        before, after, every = owned.unscaled()
+        scales = [every[at] for at in self._positions] if every else []
+        states = self._shard_scales, arenas.candidate
+        kernels = self._ops.tracker_kernels(exchanged, [before, after, *states], scales)
+        kernel = kernels.energy_of_owner
+        if kernel is not None:
+            kernel(exchanged, (before, after), codes, places, states, numbers)
+        return kernel is not None
+
+    def _places_in(self, arenas: Arenas[Array]) -> tuple[Place, ...]:
+        """Where the samples of this rank's shards are, in gradients and in arenas of the shards."""
+        pieces = arenas.plan.tensors
+        return tuple(
+            (pieces[at].start, *place[1:3], *shard.pick)
+            for at, place, shard in zip(self._positions, self._places, self._shards, strict=True)
+        )
 
     def _kept(self, arenas: Arenas[Array]) -> tuple[Any, Any]:
         """Sample a residual before this step, and after it."""

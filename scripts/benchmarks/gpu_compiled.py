@@ -29,7 +29,7 @@ from pages.markdown import table
 
 GENERATIONS = {80: "A100", 90: "H100, H200", 100: "B200"}  # GPUs by compute capability
 ACCESSES = {"loads": "ld", "stores": "st", "atomic": "red"}  # instructions of PTX by name
-FLOAT32, MIXED = 2, 3  # dtypes of a bucket's gradients, as kernels number them
+BFLOAT16, FLOAT32, MIXED = 1, 2, 3  # dtypes of a bucket's gradients, as kernels number them
 VALUES = {
     "int4": tables.INT4,
     "float32": tables.FLOAT32,
@@ -57,8 +57,7 @@ OF_LISTS = {
     "owners": "*i32",
     "arrivals": "*u8",
     "later": "*u8",
-    "width": "i32",
-    "ranks": "i32",
+    **dict.fromkeys(("width", "ranks", "parts"), "i32"),
 }
 
 
@@ -107,17 +106,16 @@ def of_buckets(values: Sequence[str], kind: int) -> Iterator[Build]:
     from horovod_topk.kernels.triton.topk.narrow import narrow
     from horovod_topk.kernels.triton.topk.pack import pack
     from horovod_topk.kernels.triton.topk.scatter import scatter
-    from horovod_topk.kernels.triton.topk.stream import find_floors, stream
+    from horovod_topk.kernels.triton.topk.stream import stream
 
     size = Geometry()
     chunk = {"CHUNK": size.chunk, "SLOT": size.slot}
     run = {"ROOM": 8192, "LANES": size.lanes}
     runs = {"RUN_CHUNKS": 12, "CHUNKS_ROOM": 16, "SAMPLE": 2 * size.sample}
     out = {"OUTPUT": size.output, "BLOCK": size.block, "LANES": 128, "ROOM": 8, "STEPS": 18}
-    for name, weighs in (("stream", False), ("stream, by squares", True)):
+    for name, weighs in (("stream", -1), ("stream, by squares", FLOAT32)):
         own = {"KIND": kind, "WEIGHS": weighs, "TILE": size.tile, **chunk}
         yield Build(name, stream, 4, constants=own)
-    yield Build("find_floors", find_floors, 4)
     yield Build("narrow", narrow, 16, constants={**chunk, **run, **runs})
     yield Build("scatter", scatter, 16, constants={"RUN": 12 * size.chunk, **run})
     for name in values:
@@ -133,10 +131,13 @@ def of_lists() -> Iterator[Build]:
     """Yield the kernels for lists of tensors."""
     from horovod_topk.kernels.triton.updates import elements, samples
 
-    for kernel in (elements.limit, elements.sgd, elements.adam):
-        yield Build(kernel.fn.__name__, kernel, 8, OF_LISTS, "fp32")
-    for kernel in (samples.rms, samples.spikes, samples.energy_withheld, samples.energies):
-        yield Build(kernel.fn.__name__, kernel, 16, OF_LISTS, "fp32")
+    by_element = elements.limit, elements.sgd, elements.adam, elements.shards
+    of_samples = samples.rms, samples.spikes, samples.energy_withheld, samples.energies
+    for kind, named in ((FLOAT32, ""), (BFLOAT16, ", bfloat16")):
+        for kernel in (*by_element, *of_samples, samples.energy_of_owner):
+            warps = 8 if kernel in by_element else 16
+            name = f"{kernel.fn.__name__}{named}"
+            yield Build(name, kernel, warps, OF_LISTS, "fp32", {"KIND": kind})
 
 
 def resources(code: Any) -> tuple[int, int]:

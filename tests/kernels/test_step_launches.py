@@ -1,119 +1,68 @@
-"""A step on a GPU launches few kernels: those of this package and of PyTorch, counted without one.
+"""A step on a GPU waits, launches and takes memory as docs/gpu.md says: counted without a GPU.
 
-Launches only count, and tensors on the CPU stand for those of the GPU.
+The steps are those of DistributedDataParallel's hook and of a PyTorch optimizer, with the payloads
+of two ranks: encode, decode, commit and update of all buckets of a ResNet-50.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_gpu import Watch, on_gpu
 from test_triton import needs_triton
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from horovod_topk.cli.compare.simulated import exchanges
 from horovod_topk.cli.models import specs_of
 from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
-from horovod_topk.kernels import native, triton
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.updates import Updates, moments
 from horovod_topk.updates.tracker import Rule, Tracker
 
-RANKS = 2
+RANKS, BUCKETS = 2, 5
+PHASES = "encode", "sums of owners", "decode and commit", "update"
 receive = Loopback.receive
-FREE = ("aten::empty", "aten::detach", "aten::lift_fresh")  # operations that launch nothing
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations of PyTorch that launch a kernel on a GPU."""
-
-    def __init__(self, launches: Launches, steps: Callable[[], list[Tensor]]) -> None:
-        super().__init__()
-        self._launches, self._steps = launches, steps  # steps: AdamW's, which are on the host
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        of = args[0] if args and isinstance(args[0], list) else args
-        is_host = any(each is step for each in of[:1] for step in self._steps())
-        if not (func.is_view or name.startswith(FREE) or is_host):
-            self._launches.note(name)
-        return func(*args, **(kwargs or {}))
-
-
-class Reads(TorchFunctionMode):
-    """Counts copies to the host that a kernel has to make contiguous first."""
-
-    def __init__(self, launches: Launches) -> None:
-        super().__init__()
-        self._launches = launches
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.tolist and not args[0].is_contiguous():
-            self._launches.note("strided copy to the host")
-        return func(*args, **(kwargs or {}))
-
-
-class Launches:
-    """Counts launches within `count`."""
-
-    def __init__(self) -> None:
-        self.found, self._counts = Counter[str](), False
-
-    def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
-        self.note(kernel.fn.__name__)
-
-    def note(self, name: str) -> None:
-        self.found[name] += self._counts
-
-    def receive(self, *arguments: Any) -> Tensor:
-        """`Loopback.receive`, which stands for a collective of NCCL."""
-        before, self._counts = self._counts, False
-        received = receive(*arguments)
-        self._counts = before
-        return received
-
-    @contextmanager
-    def count(self, steps: Callable[[], list[Tensor]]) -> Iterator[None]:
-        self.found.clear()
-        self._counts = True
-        with Operations(self, steps), Reads(self):
-            yield
-        self._counts = False
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Have tensors on the CPU take the way of those on a GPU; kernels only count."""
-    from horovod_topk.kernels.triton import memory
-    from horovod_topk.kernels.triton.topk import bucket
-    from horovod_topk.kernels.triton.updates import lists
+def watch(fake_gpu: Watch, monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """Watch a step whose collectives, in place of NCCL's, are not counted."""
 
-    found = Launches()
-    for module in (bucket, lists):
-        monkeypatch.setattr(module, "launch", found.launch)
-    monkeypatch.setattr(Loopback, "receive", lambda *arguments: found.receive(*arguments))
-    monkeypatch.setattr(memory.Addresses, "store", lambda each, numbers: each._array)
-    monkeypatch.setattr(native, "find", lambda: native.Found(None, "left out"))
-    monkeypatch.setattr(triton, "for_lists", lambda kind: lists)
-    monkeypatch.setattr(TorchOps, "fused", lambda ops, *of: bucket.TritonBucket(*of))
-    return found
+    def received(*arguments: Any) -> Tensor:
+        with fake_gpu.pausing():
+            return receive(*arguments)
+
+    monkeypatch.setattr(Loopback, "receive", received)
+    return fake_gpu
 
 
-def small_model() -> tuple[nn.ParameterDict, Callable[[nn.Module, TopK], Plan]]:
+def documented(row: str) -> dict[str, int]:
+    """Launches of each phase, from the table of docs/gpu.md."""
+    page = (Path(__file__).parents[2] / "docs/gpu.md").read_text().splitlines()
+    heads = next(line for line in page if all(phase in line for phase in PHASES))
+    cells = next(line for line in page[page.index(heads) :] if line.startswith(f"| {row} |"))
+    split = zip(heads.split("|"), cells.split("|"), strict=True)
+    launches = {name.strip(): cell.strip() for name, cell in split}
+    return {phase: int(launches[phase] or 0) for phase in PHASES}
+
+
+def small_model(dtype: torch.dtype) -> tuple[nn.ParameterDict, Callable[[nn.Module, TopK], Plan]]:
     """A small tensor for each one of a ResNet-50, and what plans them in as many buckets."""
     specs = specs_of("resnet50")
     sizes = {spec.name: prod(spec.shape) // 4096 + 8 for spec in specs}
-    model = nn.ParameterDict({name: nn.Parameter(torch.randn(n)) for name, n in sizes.items()})
-    small = {name: TensorSpec(name, (n,), "float32") for name, n in sizes.items()}
+    drawn = {name: on_gpu(torch.randn(n, dtype=dtype)) for name, n in sizes.items()}
+    model = nn.ParameterDict({name: nn.Parameter(p) for name, p in drawn.items()})
+    kind = str(dtype).removeprefix("torch.")
+    small = {name: TensorSpec(name, (n,), kind, "cuda:0") for name, n in sizes.items()}
 
     def plan_of(model: nn.Module, config: TopK) -> Plan:
         buckets = make_plan(specs, config).buckets
@@ -123,44 +72,140 @@ def small_model() -> tuple[nn.ParameterDict, Callable[[nn.Module, TopK], Plan]]:
     return model, plan_of
 
 
-@needs_triton
-@pytest.mark.parametrize(("kind", "count"), [("sgd", 16), ("adam", 17)])
-def test_a_step_of_a_resnet_launches_few_kernels(
-    kind: str, count: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Decode, commit and update of all buckets, with the payloads of two ranks."""
-    model, plan_of = small_model()
-    monkeypatch.setattr(exchanges, "plan_of", plan_of)
-    parameters = list(model.parameters())
-    optimizer: Any = torch.optim.AdamW(parameters)
-    if kind == "sgd":
-        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-4)
-    names, rule = {p: name for name, p in model.items()}, Rule(kind)
-    follower = Tracker(rule, TorchOps(), lambda: moments(optimizer, names))
-    config = TopK(values="int4", exchange="allgather", min_numel=4)
-    exchange = exchanges.Compressed(model, RANKS, config, rule, follower)
-    first, second = exchange.compressors
-    updates = Updates(names, first)
+class Training:
+    """Two ranks' gradients, which stay where they are, and the optimizer of the first rank."""
 
-    def steps() -> list[Tensor]:
-        return [state["step"] for state in optimizer.state.values() if "step" in state]
+    def __init__(self, kind: str, exchange: str, model: nn.ParameterDict) -> None:
+        self.parameters = list(model.parameters())
+        self.optimizer: Any = torch.optim.AdamW(self.parameters)
+        if kind == "sgd":
+            own = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+            self.optimizer = torch.optim.SGD(self.parameters, **own)
+        names, rule = {p: name for name, p in model.items()}, Rule(kind)
+        follower = Tracker(rule, TorchOps(), lambda: moments(self.optimizer, names))
+        config = TopK(values="int4", exchange=exchange, min_numel=4, follow_lr=True)
+        made = exchanges.Compressed(model, RANKS, config, rule, follower)
+        self.ranks = made.compressors
+        self.updates, self.follow = Updates(names, self.ranks[0]), made.attach
+        of_ranks = [[torch.randn_like(p).detach() for p in self.parameters] for _ in self.ranks]
+        self.gradients = of_ranks[0]
+        self.buckets = [made.in_buckets(each) for each in of_ranks]
 
-    assert len(parameters) == 161 and len(exchange.in_buckets(parameters)) == 5
-    for _ in range(3):
-        gradients = [[torch.randn_like(p) for p in parameters] for _ in range(RANKS)]
-        split = [exchange.in_buckets(each) for each in gradients]
-        for compressor, own in zip(exchange.compressors, split, strict=True):
-            for ordinal, bucket in own.items():
-                compressor.launch(ordinal, bucket)
-        with launches.count(steps):
-            for ordinal, bucket in split[0].items():
+    def step(self, phase: Callable[[str], Any]) -> None:
+        """Make a step of both ranks. Of the first one each phase runs in a context."""
+        first, second = self.ranks
+        with phase("encode"):
+            for ordinal, bucket in self.buckets[0].items():
+                first.launch(ordinal, bucket)
+        for ordinal, bucket in self.buckets[1].items():
+            second.launch(ordinal, bucket)
+        with phase("sums of owners"):
+            first.step.advance()
+        second.step.advance()
+        with phase("decode and commit"):
+            for ordinal, bucket in self.buckets[0].items():
                 first.step.finish(ordinal, bucket)
             first.commit()
-            for p, gradient in zip(parameters, gradients[0], strict=True):
-                p.grad = gradient
-            updates.begin(optimizer)
-            updates.end(optimizer)
-        for ordinal, bucket in split[1].items():
+        for ordinal, bucket in self.buckets[1].items():
             second.step.finish(ordinal, bucket)
         second.commit()
-    assert launches.found.total() == count, launches.found
+        for p, gradient in zip(self.parameters, self.gradients, strict=True):
+            p.grad = gradient
+        with phase("update"):
+            self.updates.begin(self.optimizer)
+            self.updates.end(self.optimizer)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("row", "kind", "exchange", "dtype"),
+    [
+        ("`TopKEF()`, SGD with momentum", "sgd", "allgather", torch.float32),
+        ("`TopKEF()`, AdamW", "adam", "allgather", torch.float32),
+        ("`TopKEF()`, AdamW", "adam", "allgather", torch.bfloat16),
+        ('`TopKEF(exchange="sharded")`, SGD', "sgd", "sharded", torch.float32),
+        ('`TopKEF(exchange="sharded")`, AdamW', "adam", "sharded", torch.bfloat16),
+    ],
+)
+def test_a_step_launches_waits_and_allocates_as_documented(
+    row: str,
+    kind: str,
+    exchange: str,
+    dtype: torch.dtype,
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, plan_of = small_model(dtype)
+    monkeypatch.setattr(exchanges, "plan_of", plan_of)
+    training = Training(kind, exchange, model)
+    assert len(training.parameters) == 161 and len(training.buckets[0]) == BUCKETS
+    for _ in range(3):  # these make what later ones use again
+        training.step(lambda phase: nullcontext())
+    seen = {phase: Counter[str]() for phase in PHASES}
+    training.step(lambda phase: watch.counting(seen[phase]))
+    arrivals = 2 if exchange == "sharded" else 1
+    assert watch.waited == {"tolist": arrivals * BUCKETS * RANKS}  # headers of payloads
+    assert watch.taken == {}
+    assert {phase: found.total() for phase, found in seen.items()} == documented(row), str(seen)
+
+
+@needs_triton
+def test_a_learning_rate_that_falls_takes_two_launches_more_for_each_bucket(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Residuals and mean norms are in units of it. The update's numbers take a copy, too."""
+    model, plan_of = small_model(torch.float32)
+    monkeypatch.setattr(exchanges, "plan_of", plan_of)
+    training = Training("sgd", "allgather", model)
+    training.follow(training.optimizer)
+    seen = {phase: Counter[str]() for phase in PHASES}
+    for _ in range(3):
+        training.optimizer.param_groups[0]["lr"] *= 0.9
+        seen = {phase: Counter[str]() for phase in PHASES}
+        training.step(lambda phase, seen=seen: watch.counting(seen[phase]))
+    assert sum(found["aten::_foreach_mul_"] for found in seen.values()) == 2 * BUCKETS, str(seen)
+    added = sum(found.total() for found in seen.values())
+    assert added == sum(documented("`TopKEF()`, SGD with momentum").values()) + 2 * BUCKETS + 1
+
+
+def planted() -> dict[str, Callable[[Tensor], Any]]:
+    """Ways to wait for a device, by the name that they are counted by."""
+    return {
+        "item": lambda t: t.sum().item(),
+        "__float__": lambda t: float(t[0]),
+        "__bool__": lambda t: bool(t.any()),
+        "tolist": lambda t: t.tolist(),
+        "cpu": lambda t: t.cpu(),
+        "numpy": lambda t: t.numpy(),
+        "to": lambda t: t.to("cpu"),
+        "copy_": lambda t: torch.empty(4).copy_(t),
+        "nonzero": lambda t: t.nonzero(),
+        "aten::index": lambda t: t[t > 0],
+        "aten::masked_select": lambda t: t.masked_select(t > 0),
+        "tensor": lambda t: torch.tensor([1.0], device=t.device),
+        "aten::equal": lambda t: torch.equal(t, t + 1),
+    }
+
+
+@needs_triton
+@pytest.mark.parametrize("name", [*planted()])
+def test_what_waits_is_seen(name: str, fake_gpu: Watch) -> None:
+    tensor = on_gpu(torch.ones(4))
+    with fake_gpu.counting():
+        planted()[name](tensor)
+    assert name in fake_gpu.waited
+
+
+@needs_triton
+def test_what_does_not_wait_is_not_taken_for_it(fake_gpu: Watch) -> None:
+    tensor, other, host = on_gpu(torch.ones(4)), on_gpu(torch.ones(4)), torch.ones(4)
+    with fake_gpu.counting():
+        tensor.add_(other).view(2, 2)[0].mul_(2.0)
+        tensor.copy_(torch.tensor([1.0] * 4, pin_memory=True), non_blocking=True)
+        host.add_(1).tolist()
+        bool(host.any())
+    assert fake_gpu.launched == {"aten::add_": 1, "aten::mul_": 1, "aten::copy_": 1}
+    assert not fake_gpu.waited and not fake_gpu.taken
+    with fake_gpu.counting():
+        assert (tensor + other).device.type == "cuda"
+    assert fake_gpu.taken == {"aten::add": 16}

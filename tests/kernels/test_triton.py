@@ -422,6 +422,20 @@ def case_selection_by_squares(values: str, selection: str) -> None:
         pair.commit()
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("dtypes", [("bfloat16",), ("float16",), ("bfloat16", "float64")])
+def case_squares_of_other_dtypes(dtypes: tuple[str, ...]) -> None:
+    """Those of 16-bit parameters are read as they are; kernels have one dtype for all tensors."""
+    pair = Pair(plan((1501, 3000, 900), KINDS, ratio=0.05))
+    for step in range(2):
+        squares: list[Tensor | None] = [
+            None if v is None else v.to(DTYPES[dtypes[at % len(dtypes)]])
+            for at, v in enumerate(squares_of(pair, step))
+        ]
+        pair.encode(pair.gradients(step), squares)
+        pair.commit()
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("values", ["int4", "float32"])
 def case_special_squares(values: str) -> None:
@@ -542,9 +556,11 @@ def case_indices_outside_a_tensor_write_nowhere(indices: str) -> None:
 @pytest.mark.parametrize("third", range(3))
 @pytest.mark.parametrize("kind", [gpu_compiled.MIXED, gpu_compiled.FLOAT32])
 def compile_all(kind: int, third: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Denormals survive, and sums and products are rounded apart: as the verbs have it."""
+    """Denormals survive, sums and products are rounded apart, and no register is spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = [*gpu_compiled.VALUES][kind == gpu_compiled.FLOAT32 :: 2]
     for build in [*gpu_compiled.of_buckets(names, kind)][third::3]:
-        ptx = build.compiled(90)["ptx"]
+        found = build.compiled(90)
+        ptx = found["ptx"]
         assert ".ftz" not in ptx and "fma." not in ptx and "div.full" not in ptx
+        assert gpu_compiled.resources(found)[1] == 0

@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks import gpu_compiled
 from horovod_topk.core.exchange.reduce import state_plan
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.plan.shards import shard
 from horovod_topk.core.run.follower import FollowerArenas
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import native, triton
@@ -100,11 +101,13 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("numbers", ["sgd", "nesterov", "adam", "coupled", "young", "first"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.usefixtures("kernels_alone")
-def case_updates(numbers: str, maximize: bool) -> None:
+def case_updates(dtype: str, numbers: str, maximize: bool) -> None:
     """One launch updates tensors of several groups and layouts, with the bits of torch."""
     each_step = [drawn(step) for step in range(2)]
-    each_step[0][3][7], each_step[0][3][8] = math.nan, -0.0
+    # A weight becomes NaN in the last step: the limit of the others would depend on it.
+    each_step[1][3][7], each_step[1][3][8] = math.nan, -0.0
     start = [drawn(2), drawn(3), [each * each for each in drawn(4)], drawn(5), codes(6)]
     start[3] = [each.abs() for each in start[3]]
     is_sgd, has_largest = numbers in ("sgd", "nesterov"), numbers == "coupled"
@@ -114,14 +117,15 @@ def case_updates(numbers: str, maximize: bool) -> None:
         for at, (weight, *moments, code) in enumerate(zip(*own, strict=True)):
             damping = torch.tensor([1.0 - at / 10, 1.0 + at / 8]).to(device)
             kept = moments[: 1 if is_sgd else 3 if has_largest else 2]
-            arrays = [each.to(device) for each in (weight, torch.zeros_like(weight), *kept)]
+            arrays = [weight, torch.zeros_like(weight), *kept]
+            arrays = [each.to(device, DTYPES[dtype]) for each in arrays]
             if at == 0:  # at an odd address
                 arrays = [torch.cat([each[:1], each])[1:] for each in arrays]
             if at == 1:
                 arrays = [each.view(100, 50).t().contiguous().t() for each in arrays]
             pair, of = None if is_sgd else damping, numbers_of(numbers, at)
             both = arrays[0], arrays[1], maximize, code.to(device)
-            side.append(Update(*both, pair, of, arrays[2:]))
+            side.append(Update(*both, pair, of, arrays[2:], step=2**24 - 1 - at))
         sides.append(side)
     for gradients in each_step:
         for side in sides:
@@ -157,30 +161,86 @@ def case_roots_of_weights() -> None:
     torch.testing.assert_close(found, (expected / sizes).sqrt(), rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.usefixtures("kernels_alone")
+def case_a_list_of_two_dtypes_takes_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod_topk.kernels.triton.updates import lists
+
+    launched, launch = list[str](), lists.launch
+
+    def note(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        launch(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(lists, "launch", note)
+    some = list[Update]()
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        weight, gradient, buffer = (torch.ones(7, dtype=dtype, device=DEVICE) for _ in range(3))
+        code = torch.zeros(7, dtype=torch.uint8, device=DEVICE)
+        own = weight, gradient, False, code, None, numbers_of("sgd", 0), [buffer]
+        some.append(Update(*own))
+    update(some)
+    assert launched == ["sgd"] * 2 and not any((each.weight == 1).any() for each in some)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def case_shards(dtype: torch.dtype) -> None:
+    from horovod_topk.kernels.triton.updates import lists
+
+    tensors, firsts = [each.to(dtype) for each in drawn(0)], [0, 2, 1, 0, 1, 2]
+    expected = TorchOps(kernels=False).shards(tensors, 3, firsts)
+    for one, other in zip(lists.shards(on_device(tensors), 3, firsts), expected, strict=True):
+        assert_same(one.cpu(), other.float())
+
+
 def case_what_kernels_refuse() -> None:
     from horovod_topk.kernels.triton.updates import lists
 
     a, b = torch.zeros(4, 5, device=DEVICE), torch.zeros(3, device=DEVICE)
-    assert lists.suit([a], [b]) and lists.suit([a.t()])
-    assert not lists.suit([a], [b.half()]) and not lists.suit([b, b.double()])
+    assert lists.suit([a], [b]) and lists.suit([a.t()]) and lists.suit([a.half()], [b])
+    assert not lists.suit([a], [b.half()]) and not lists.suit([b, b.half()])
+    assert not lists.suit([b.double()])
     assert DEVICE == "cpu" or not lists.suit([b], [torch.zeros(3)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("parts", "first"), [(1, 0), (3, 1)])
-def case_energies(parts: int, first: int) -> None:
+def case_energies(parts: int, first: int, dtype: torch.dtype) -> None:
     """What error feedback takes away; the kernel of the CPU adds it up in another order."""
     from horovod_topk.kernels.triton.updates import lists
 
-    gradients, where = drawn(0), places(parts, first)
+    gradients, where = [each.to(dtype) for each in drawn(0)], places(parts, first)
     before, after, phi = (torch.cat(each) for each in (drawn(1), drawn(2), codes(3)))
     states = [torch.rand(2 * len(SIZES)) for _ in range(4)]
     states[0] = states[0][: len(SIZES)].repeat(2)
     given = [each.to(DEVICE) for each in (before, after, phi, *states)]
     lists.energy_withheld(on_device(gradients), (given[0], given[1]), given[2], where, given[3:])
+    gradients = [each.float() for each in gradients]
     kernel = TorchOps().tracker_kernels(gradients, [before, after, *states]).energy_withheld
     assert kernel is not None
     kernel(gradients, (before, after), phi, where, states)
     torch.testing.assert_close(given[-1].cpu(), states[-1], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["average", "sum"])
+def case_energies_of_owners(
+    reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an owner's error feedback takes away is added to what its gradients lose."""
+    found = list[Tensor]()
+    for side in sides("adam", monkeypatch, reduction):
+        states, follower = side.owner()
+        for arenas in follower._owned:
+            for array, seed in ((arenas.residual, 1), (arenas.candidate, 2)):
+                array.copy_(torch.cat(drawn(seed))[: array.numel()])
+        states[tracker.ARRIVALS].residual.copy_(torch.cat(codes(3)))
+        states[tracker.WITHHELD].candidate.fill_(0.5)
+        exchanged = [each.to(side.device, dtype) for each in drawn(0)]
+        follower.begin(exchanged)
+        follower.finish(exchanged, 0.25, 2, torch.zeros(2, 8 * len(SIZES), dtype=torch.uint8))
+        found.append(states[tracker.WITHHELD].candidate.cpu())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert (found[0] != 0.5).any()
 
 
 def case_factors_of_adam(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,15 +310,26 @@ class Side:
 
     def follower(self) -> tuple[dict[str, Arenas[Tensor]], Any]:
         """Make the follower of the bucket, and its states."""
+        return self._follower([self.arenas(self.bucket)], (), 0)
+
+    def _follower(self, *memory: Any) -> tuple[dict[str, Arenas[Tensor]], Any]:
         rule = self.bucket.update_rule
         assert isinstance(rule, Rule)
         names = rule.states(self.bucket.gradients[0])
         states = {
             name: self.arenas(state_plan(self.bucket, name), s.dtype) for name, s in names.items()
         }
-        memory = FollowerArenas([self.arenas(self.bucket)], (), 0, states)
-        known = dict.fromkeys("012345", Moments(0.99, None))
-        return states, Tracker(rule, self.ops, lambda: known).follower(self.bucket, memory)
+        known, follows = (
+            dict.fromkeys("012345", Moments(0.99, None)),
+            FollowerArenas(*memory, states),
+        )
+        return states, Tracker(rule, self.ops, lambda: known).follower(self.bucket, follows)
+
+    def owner(self) -> tuple[dict[str, Arenas[Tensor]], Any]:
+        """Make the follower of the bucket on the second of three owners, and its states."""
+        split = shard(self.bucket, 3)
+        residuals = [self.arenas(plan) for plan in split.scatter]
+        return self._follower(residuals, (self.arenas(split.gather[1]),), 1)
 
     def arenas(self, plan: BucketPlan, dtype: str = "") -> Arenas[Tensor]:
         kind = DTYPES[dtype or "float32"]
@@ -266,14 +337,16 @@ class Side:
         return Arenas(plan, *pair)
 
 
-def sides(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
+def sides(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch, reduction: str = "sum"
+) -> Iterator[Side]:
     from horovod_topk.kernels.triton.updates import lists
 
     monkeypatch.setattr(TorchOps, "_lists", lambda ops, device: lists if ops._use_kernels else None)
     for kernels, device in ((False, "cpu"), (True, DEVICE)):
         specs = [TensorSpec(str(i), (n,), "float32", device) for i, n in enumerate(SIZES)]
         config = TopK(ratio=0.1, values="float32")
-        plan = make_plan(specs, config, "sum", update_rule=Rule(optimizer))
+        plan = make_plan(specs, config, reduction, update_rule=Rule(optimizer))
         yield Side(TorchOps(kernels=kernels), device, plan.buckets[0])
 
 

@@ -386,6 +386,21 @@ def test_parameters_that_are_not_compressed_have_the_optimizers_own_step() -> No
     assert torch.equal(own[1], ours[1]) and torch.equal(own[2], ours[2])
 
 
+def test_a_second_moment_in_bfloat16_falls_after_a_large_gradient() -> None:
+    """0.999 v is v in bfloat16, rounded to nearest. Rounded at random it falls as in float32."""
+    size, steps = 4096, 1500
+    square, codes = torch.ones(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.uint8)
+    weight, gradient, mean = (torch.zeros(size, dtype=torch.bfloat16) for _ in range(3))
+    for t in range(1, steps + 1):
+        numbers = adam_of((0.9, 0.999), t, 1e-3, (0.0, 0.0), 1e-8)
+        each = Update(weight, gradient, False, codes, torch.ones(2), numbers, [mean, square])
+        each.rms, each.step = torch.tensor(0.0), t
+        update_by_torch(each)
+    exact = 0.999**steps
+    assert float(square.double().mean()) == pytest.approx(exact, rel=0.005)
+    assert float(square.double().std()) < 0.1 * exact  # of each element, too
+
+
 @pytest.mark.parametrize("moves", [False, True])
 def test_phi_begins_at_1_where_a_dense_momentum_moves(moves: bool) -> None:
     """After dense steps, such as a guard's, what has still to move does not move at once."""

@@ -126,7 +126,7 @@ class PayloadCodec(Generic[Array]):
 
         velocities: for momentum correction; they are updated.
         squares: Adam's mean squares for the selection: one array for each gradient, of its shape
-            and the residual's dtype, or None. Empty: there are none.
+            and any float dtype, or None. Empty: there are none.
         """
         self.encode_shards([arenas], gradients, [payload], velocities, squares)
 

@@ -182,9 +182,12 @@ class ShardedBucket(BucketExchange[Array]):
     def _own_squares(self) -> Sequence[Array | None]:
         """Return Adam's mean squares of this owner's shards, and free those of the gradients."""
         squares, self._squares = self._squares, ()
-        back, ops = self._plan.back[self._collective.rank], self._ops
+        back = self._plan.back[self._collective.rank]
         pairs = [(squares[piece.gradient], piece.first) for piece in back.tensors if squares]
-        return [None if v is None else ops.shard(v, back.parts, first) for v, first in pairs]
+        known = [(v, first) for v, first in pairs if v is not None]
+        arrays, firsts = [v for v, _ in known], [first for _, first in known]
+        shards = iter(self._ops.shards(arrays, back.parts, firsts))
+        return [None if v is None else next(shards) for v, _ in pairs]
 
     def drain(self) -> None:
         """`BucketExchange.drain`. Sends flags to ranks that go on, which roll the step back.

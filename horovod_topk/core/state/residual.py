@@ -41,11 +41,11 @@ class _Arena(Generic[Array]):
 
     def rescaled(self, ops: Ops[Array] | None) -> Array:
         """Multiply the array by its factors in place, and return it."""
-        for stretch, factor in self.factors.items():
+        if self.factors:
             assert ops is not None  # `Arenas.rescale` has set it
-            view = ops.view(self.array, *stretch)
-            ops.write_scaled(view, factor, view, False)
-        self.factors.clear()
+            views = [ops.view(self.array, *stretch) for stretch in self.factors]
+            ops.scale(views, [*self.factors.values()])
+            self.factors.clear()
         return self.array
 
     def stretch(self, start: int, stop: int, ops: Ops[Array]) -> tuple[Array, float]:
@@ -102,9 +102,7 @@ class _Narrow(_Arena[Array]):
         if self.wide is not None:
             return self.wide
         whole, ops = self._decoded(self.array, self._numel), self._ops
-        for stretch, factor in self.factors.items():
-            view = ops.view(whole, *stretch)
-            ops.write_scaled(view, factor, view, False)
+        ops.scale([ops.view(whole, *each) for each in self.factors], [*self.factors.values()])
         return whole
 
     def store(self) -> None:

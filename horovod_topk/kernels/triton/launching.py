@@ -14,6 +14,7 @@ FOUR_WARPS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 EIGHT_WARPS: dict[str, Any] = {**FOUR_WARPS, "num_warps": 8}
 SIXTEEN_WARPS: dict[str, Any] = {**FOUR_WARPS, "num_warps": 16}
 
+KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}  # dtypes, as in a recipe
 ALIGNED = 16  # bytes: Triton compiles a kernel anew for tensors with other addresses
 # On AMD's GPUs Triton also compiles a kernel anew for large tensors, which `_kind` does not see.
 KEEPS = torch.version.hip is None  # whether compiled kernels are kept for later launches

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.kernels.triton.launching import FOUR_WARPS, SIXTEEN_WARPS, launch, on
+from horovod_topk.kernels.triton.launching import FOUR_WARPS, KINDS, SIXTEEN_WARPS, launch, on
 from horovod_topk.kernels.triton.memory import (
     Addresses,
     current_stream,
@@ -24,10 +24,11 @@ from horovod_topk.kernels.triton.topk.narrow import COUNTS, narrow
 from horovod_topk.kernels.triton.topk.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.topk.pack import pack
 from horovod_topk.kernels.triton.topk.scatter import scatter
-from horovod_topk.kernels.triton.topk.stream import find_floors, stream
+from horovod_topk.kernels.triton.topk.stream import stream
 from horovod_topk.kernels.triton.topk.tables import Geometry, Tables, power_of_two
 
 _ENTRY_LANES = 128  # entries of one rank added at once
+UNWEIGHED = -1  # elements are selected by their magnitude alone
 
 
 class TritonBucket:
@@ -73,17 +74,18 @@ class TritonBucket:
         """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
 
         streams: random numbers; unused, as the supported kinds of values draw none.
-        squares: for each gradient, the float32 squares to select by, or None; empty: none.
+        squares: for each gradient, the squares to select by, or None; empty: none.
         """
         flat = [packed(gradient) for gradient in gradients]
-        weighing = [None if each is None else packed(each) for each in squares]
+        weighing, kind = _of_one_kind(squares)
         with on(self._device):
             self._stream_number = current_stream(self._device)
             addresses, chunks = self._sources.point_to(flat), self._chunk_scratch()
             products = candidate
             if weighing:
                 products = self._take("products", candidate.numel(), torch.float32)
-            self._stream(addresses, self._weigh(weighing), residual, candidate, products, chunks)
+            weights = self._squares.point_to(weighing) if weighing else addresses
+            self._stream(addresses, weights, kind, residual, candidate, products, chunks)
             runs = self._run_scratch()
             self._narrow(products, payload, chunks, runs)
             indices = self._take("indices", self._tables.entries)
@@ -136,19 +138,11 @@ class TritonBucket:
             self._take("asides", runs * self._tables.run_slot),
         )
 
-    def _weigh(self, squares: Sequence[Tensor | None]) -> tuple[Tensor, Tensor] | None:
-        """Return addresses of squares, and each tensor's least square; None without squares."""
-        if not squares:
-            return None
-        addresses = self._squares.point_to(squares)
-        leasts = self._take("leasts", self._head.tensors)
-        launch(find_floors, (self._head.tensors,), self._rows, addresses, leasts, **FOUR_WARPS)
-        return addresses, leasts
-
     def _stream(
         self,
         addresses: Tensor,
-        weights: tuple[Tensor, Tensor] | None,
+        squares: Tensor,
+        kind: int,
         residual: Tensor,
         candidate: Tensor,
         products: Tensor,
@@ -157,9 +151,9 @@ class TritonBucket:
         geometry, programs = self._tables.geometry, len(self._tables.chunk_owners)
         if programs:
             launch(stream, (programs,),
-                self._rows, self._chunk_owners, addresses, *(weights or (addresses, self._carried)),
-                self._carried, residual, candidate, products, *chunks, KIND=self._tables.kind,
-                WEIGHS=weights is not None, TILE=geometry.tile, CHUNK=geometry.chunk,
+                self._rows, self._chunk_owners, addresses, squares, self._carried,
+                residual, candidate, products, *chunks, KIND=self._tables.kind,
+                WEIGHS=kind, TILE=geometry.tile, CHUNK=geometry.chunk,
                 SLOT=geometry.slot, **FOUR_WARPS,
             )  # fmt: skip
 
@@ -218,6 +212,15 @@ class TritonBucket:
             STEPS=tables.most_entries.bit_length(), OUTPUT=geometry.output, BLOCK=geometry.block,
             LANES=_ENTRY_LANES, **FOUR_WARPS,
         )  # fmt: skip
+
+
+def _of_one_kind(squares: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int]:
+    """Return packed squares, and the dtype that they have: float32 if theirs differ."""
+    dtypes = {each.dtype for each in squares if each is not None}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    dtype = dtype if dtype in KINDS else torch.float32
+    wide = [None if each is None else packed(each.to(dtype)) for each in squares]
+    return wide, KINDS[dtype] if wide else UNWEIGHED
 
 
 def suited(device: torch.device) -> Geometry:

@@ -6,8 +6,8 @@ If entries are selected by weighted elements, these are written beside the candi
 near the threshold of the step before are counted and stored, so that the next pass need not read
 all elements again.
 
-Weights are those of `horovod_topk.ops.protocol.Ops.weighted`: a small launch before this pass finds
-the least square that counts in each tensor. This pass then multiplies e + g by weights, and the
+Weights are those of `horovod_topk.ops.protocol.Ops.weighted`: a program first finds the least
+square that counts in its tensor, from a sample. This pass multiplies e + g by weights, and the
 others select by the products.
 """
 
@@ -33,46 +33,44 @@ from horovod_topk.kernels.triton.topk.numbers import (
     in_gradient,
     magnitude,
     number,
-    pointer,
     split_of,
+    widened,
 )
 
 TOP_WEIGHT = tl.constexpr(0x3F800000 // 4 * 5)  # 5/4 of the bits of 1
 MANTISSA = tl.constexpr(23)  # its bits
 BELOW = tl.constexpr(7)  # binary orders of magnitude from the mean to the least square
 ROWS, LEAST_ROW, TAKEN = tl.constexpr(64), tl.constexpr(16), tl.constexpr(16)
-ROOM = tl.constexpr(2048)  # no sample has more elements
+ROOM = tl.constexpr(512)  # elements of a sample that are added at once
 
 
 @triton.jit
-def find_floors(table: tensor, squares: tensor, leasts: tensor) -> None:
-    """Store the least square that counts in each tensor, as bits; one program for each tensor.
+def floor(table: tensor, t: tensor, address: tensor, WEIGHS: constexpr) -> tensor:
+    """Return the least square that counts in tensor `t`, as bits.
 
-    squares: addresses of the squares, 0 for a tensor that has none.
+    address: of the squares, 0 for a tensor that has none. WEIGHS: see `stream`.
     """
-    t = tl.program_id(0)
-    address, numel = tl.load(squares + field(table, t, "gradient")), number(table, t, "numel")
+    numel = number(table, t, "numel")
     stride = tl.maximum(numel // ROWS, LEAST_ROW) | 1
     count = tl.where(address != 0, numel // stride * TAKEN, 0)
-    lanes = tl.arange(0, ROOM)
-    at = in_gradient(lanes // TAKEN * stride + lanes % TAKEN, split_of(table, t))
-    places = address.to(tl.pointer_type(tl.float32)) + at
-    sample = tl.load(places, mask=lanes < count, other=0.0).to(tl.float64)
-    mean = (tl.sum(sample, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+    total, split = tl.zeros([ROOM], tl.float64), split_of(table, t)
+    for begin in range(0, count, ROOM):
+        lanes = begin + tl.arange(0, ROOM)
+        at = in_gradient(lanes // TAKEN * stride + lanes % TAKEN, split)
+        total += widened(address, at, lanes < count, WEIGHS).to(tl.float64)
+    mean = (tl.sum(total, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
     bits = mean.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.maximum((bits >> MANTISSA) - BELOW, 0) << MANTISSA
-    tl.store(leasts + t, tl.where(bits != 0, least, INFINITY))
+    return tl.where(bits != 0, least, INFINITY)
 
 
 @triton.jit
-def weighted(a: tensor, squares: tensor, at: tensor, mask: tensor, least: tensor) -> tensor:
+def weighted(
+    a: tensor, squares: tensor, at: tensor, mask: tensor, least: tensor, WEIGHS: constexpr
+) -> tensor:
     """Multiply elements `at` of a tensor by their weights; `squares` is an address, or 0."""
     if squares != 0:
-        pointers = pointer(squares, tl.int32, mask is None) + at
-        if mask is None:
-            bits = tl.load(pointers)
-        else:
-            bits = tl.load(pointers, mask=mask, other=0)
+        bits = widened(squares, at, mask, WEIGHS).to(tl.int32, bitcast=True)
         bits = tl.maximum(bits & 0x7FFFFFFF, least)
         weights = -(bits >> 2) + TOP_WEIGHT
         a = weights.to(tl.float32, bitcast=True) * a
@@ -147,10 +145,10 @@ def add_tile(
     key = magnitude(a)
     largest = tl.max(key, 0)  # 0 past the end
     lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
-    if WEIGHS:
+    if WEIGHS >= 0:
         mask = None if WHOLE else lanes < numel
         places = in_gradient(lanes, source[2])
-        product = weighted(a, weights[0], places, mask, weights[1])
+        product = weighted(a, weights[0], places, mask, weights[1], WEIGHS)
         tl.store(arenas[2] + lanes, product, mask=mask)
         key = magnitude(product)
     if not WHOLE:
@@ -200,7 +198,6 @@ def stream(
     owners: tensor,
     addresses: tensor,
     squares: tensor,
-    leasts: tensor,
     carried: tensor,
     residual: tensor,
     candidate: tensor,
@@ -217,16 +214,18 @@ def stream(
     """Add gradients to the residuals of one chunk.
 
     stats: [chunks, STATS]; slots: [chunks, SLOT]; histograms: [chunks, BINS].
-    squares, leasts: see `weigh`; used only if WEIGHS, as `products` is, for weighted elements.
+    squares: addresses of the squares; not used, as `products` for weighted elements is not, if
+        WEIGHS is -1. It is the dtype of the squares, as in a recipe.
     """
     chunk = tl.program_id(0)
     t = tl.load(owners + chunk)
     numel, start = number(table, t, "numel"), number(table, t, "start")
     of = field(table, t, "gradient")
     dtype, address = number(table, t, "dtype"), tl.load(addresses + of)
-    square, least = address, 0  # not used unless WEIGHS
-    if WEIGHS:
-        square, least = tl.load(squares + of), tl.load(leasts + t)
+    square, least = address, 0
+    if WEIGHS >= 0:
+        square = tl.load(squares + of)
+        least = floor(table, t, square, WEIGHS)
     first = (chunk - number(table, t, "chunk0")) * CHUNK
     last = tl.minimum(first + CHUNK, numel)
     low, largest, above, inside = NOWHERE, 0, 0, 0
@@ -254,7 +253,7 @@ def stream(
     if low < NOWHERE:
         tl.debug_barrier()  # orders this program's stores before its loads
         elements = candidate + start
-        if WEIGHS:
+        if WEIGHS >= 0:
             elements = products + start
         counts = histogram(elements, near, inside, (first, last), TILE, SLOT)
         bins = tl.arange(0, BINS)

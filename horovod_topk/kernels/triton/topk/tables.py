@@ -66,7 +66,7 @@ class Geometry:
     tile: int = 2048  # loaded at once by a program of the first pass
     chunk: int = 16384  # compensated by one program; a multiple of `tile`, at most 2**14
     slot: int = 1024  # keys near the threshold that a chunk can store
-    lanes: int = 8192  # loaded at once by a program of the other passes; at most 2**14
+    lanes: int = 4096  # loaded at once by a program of the other passes; at most 2**14
     run_share: int = 16  # elements of a run for each key that it can store
     sample: int = 1 << 14  # approximate sample size, without a usable earlier threshold
     crowd: int = 1 << 16  # most keys in a bracket that are searched; any number

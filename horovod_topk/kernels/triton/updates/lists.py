@@ -9,26 +9,41 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from horovod_topk.kernels.triton.launching import EIGHT_WARPS, SIXTEEN_WARPS, launch, on
-from horovod_topk.kernels.triton.memory import Addresses, current_stream, note_writing, packed
+from horovod_topk.kernels.triton.launching import EIGHT_WARPS, KINDS, SIXTEEN_WARPS, launch, on
+from horovod_topk.kernels.triton.memory import (
+    Addresses,
+    current_stream,
+    note_writing,
+    packed,
+    scratch,
+)
 from horovod_topk.kernels.triton.updates import elements, samples
+from horovod_topk.ops.coding import shard_numel
 from horovod_topk.ops.protocol import Place
 
 BLOCK, NUMBERS, SMALL = int(elements.BLOCK), int(elements.NUMBERS), int(samples.SMALL)
 KEPT = 4096  # arrays of addresses for lists of equal sizes
 
 
-def suit(*lists: Sequence[Tensor]) -> bool:
-    """Return whether all tensors are float32 and on one GPU: the answer is equal on all ranks."""
-    device = lists[0][0].get_device()
-    for tensors in lists:  # loops, as they run for each tensor in each step
-        for tensor in tensors:
-            if tensor.dtype is not torch.float32 or tensor.get_device() != device:
-                return False
+def suit(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
+    """Return whether kernels can compute with tensors: the answer is equal on all ranks.
+
+    Tensors have one dtype, of at most 32 bits; others are float32. All are on one GPU.
+    """
+    device, dtype = tensors[0].get_device(), tensors[0].dtype
+    if dtype not in KINDS:
+        return False
+    for tensor in tensors:  # loops, as they run for each tensor in each step
+        if tensor.dtype is not dtype or tensor.get_device() != device:
+            return False
+    for tensor in others:
+        if tensor.dtype is not torch.float32 or tensor.get_device() != device:
+            return False
     return True
 
 
@@ -47,7 +62,23 @@ def energy_withheld(
     with on(arrivals.device):
         given = table.point_to("lost", flat)
         arrays = table.array, given, *residuals, arrivals, *states
-        launch(samples.energy_withheld, (len(places),), *arrays, **SIXTEEN_WARPS)
+        table.launch(samples.energy_withheld, flat, *arrays)
+
+
+def energy_of_owner(
+    exchanged: Sequence[Tensor],
+    residuals: tuple[Tensor, Tensor],
+    arrivals: Tensor,
+    places: tuple[Place, ...],
+    states: Sequence[Tensor],
+    numbers: tuple[float, float],
+) -> None:
+    """Add the energy that an owner's error feedback takes away: `TrackerKernels`."""
+    table, flat = _places(places, arrivals.device), [*map(packed, exchanged)]
+    with on(arrivals.device):
+        given = table.point_to("owner", flat)
+        arrays = table.array, given, *residuals, arrivals, *states
+        table.launch(samples.energy_of_owner, flat, *arrays, *numbers)
 
 
 def energies(
@@ -68,7 +99,7 @@ def energies(
         arrays = table.array, given, arrivals, *sums, sent, gains, damping
         rows = sent.stride(0), sent.shape[0]
         each = *rows, factor, 0.5 / ranks, 1.0 / sent.shape[0], least * least - 1.0
-        launch(samples.energies, (len(places),), *arrays, *each, **SIXTEEN_WARPS)
+        table.launch(samples.energies, flat, *arrays, *each)
 
 
 def spikes(
@@ -87,22 +118,49 @@ def spikes(
     with on(scales.device):
         given = table.point_to("spikes", flat)
         arrays = table.array, given, scales, *means, damping
-        launch(
-            samples.spikes, (len(places),), *arrays, 1.0 / gain, rate - 1.0, spike, **SIXTEEN_WARPS
-        )
-        large.launch(elements.limit, given, damping)
+        table.launch(samples.spikes, flat, *arrays, 1.0 / gain, rate - 1.0, spike)
+        large.launch(elements.limit, given, damping, KIND=KINDS[flat[0].dtype])
     for gradient, limited in zip(gradients, flat, strict=True):
         _return(gradient, limited)
 
 
 def rms(arrays: Sequence[Tensor], places: tuple[Place, ...]) -> Tensor:
-    """Return the root mean squares of samples of tensors, which `suit`."""
-    table, flat = _places(places, arrays[0].device), [*map(packed, arrays)]
-    out = torch.empty(len(arrays), device=arrays[0].device)
-    with on(out.device):
+    """Return the root mean squares of samples of tensors, which `suit`.
+
+    They are in scratch memory: the next call for tensors of this dtype writes to it again.
+    """
+    device, name = arrays[0].device, f"rms {arrays[0].dtype}"
+    table, flat = _places(places, device), [*map(packed, arrays)]
+    with on(device):
+        out = scratch(name, len(arrays), torch.float32, device, current_stream(device))
         given = table.point_to("rms", flat)
-        launch(samples.rms, (len(places),), table.array, given, out, **SIXTEEN_WARPS)
-    return out
+        table.launch(samples.rms, flat, table.array, given, out)
+    return out[: len(arrays)]
+
+
+def shards(tensors: Sequence[Tensor], parts: int, firsts: Sequence[int]) -> list[Tensor]:
+    """Copy a shard of each tensor to scratch memory, as float32; the next call writes to it again.
+
+    firsts: each shard's first block; see `Ops.shard`.
+    """
+    device, flat = tensors[0].device, [*map(packed, tensors)]
+    pairs = zip(flat, firsts, strict=True)
+    sizes = [shard_numel(tensor.numel(), parts, first) for tensor, first in pairs]
+    layout = _layout(tuple(sizes), device)
+    with on(device):
+        # Each shard begins at a multiple of 16 bytes.
+        wide = [-(-size // 4) * 4 for size in sizes]
+        out = scratch("shards", sum(wide), torch.float32, device, current_stream(device))
+        starts = accumulate(wide, initial=0)
+        made = [out[at : at + size] for at, size in zip(starts, sizes, strict=False)]
+        rows = [
+            number
+            for tensor, shard, first in zip(flat, made, firsts, strict=True)
+            for number in (tensor.data_ptr(), shard.data_ptr(), first)
+        ]
+        given = layout.store("shards", rows, (rows[0], firsts[0]))
+        layout.launch(elements.shards, given, parts, KIND=KINDS[flat[0].dtype])
+    return made
 
 
 def update(
@@ -111,14 +169,14 @@ def update(
     numbers: Sequence[tuple[float, ...]],
     later: Tensor,
 ) -> None:
-    """Update tensors of one optimizer, and how often their elements arrive: by one launch.
+    """Update tensors of one dtype and optimizer, and how often their elements arrive: one launch.
 
     Args:
         tensors: a weight, its gradient and moments: SGD's momentum buffer, or Adam's two or three.
         others: of each tensor, the codes; for Adam, also the factors of both classes, and the rms.
         numbers: of each tensor, 1, or -1 to maximize, and the decay of weights. Then SGD's mu, lr,
             nesterov, loss and 1 / (1 - mu), or Adam's `beta1`, `beta2`, `again`, `now`, `stays`,
-            `rate`, `scale`, `eps`, `most`, `reach` and 1 - `beta2` of the formulas.
+            `rate`, `scale`, `eps`, `most`, `reach` and 1 - `beta2` of the formulas, and the step.
         later: codes after a step, of elements that do not arrive and of those that do.
     """
     flat = [[*map(packed, own)] for own in tensors]
@@ -131,8 +189,10 @@ def update(
     layout = _layout_of([weight for weight, *_ in flat])
     kernel = elements.adam if len(others[0]) > 1 else elements.sgd
     with on(later.device):
-        both = layout.store("rows", rows, rows[1]), layout.store("sets", _bits(padded), rows[1])
-        layout.launch(kernel, *both, later)
+        # A step's factors and those of the next one are at two addresses, in turn.
+        first = rows[1], rows[7]
+        both = layout.store("rows", rows, first), layout.store("sets", _bits(padded), first)
+        layout.launch(kernel, *both, later, KIND=KINDS[flat[0][0].dtype])
     for given, written in zip(tensors, flat, strict=True):
         for at, each in enumerate(written):
             if at != 1:
@@ -151,11 +211,11 @@ class _Memory:
         addresses = [tensor.data_ptr() for tensor in tensors]
         return self.store(name, addresses, addresses[0])
 
-    def store(self, name: str, numbers: list[int], first: int) -> Tensor:
+    def store(self, name: str, numbers: list[int], first: Hashable) -> Tensor:
         """Return an array of int64 numbers.
 
         Lists of equal sizes, as of a transformer's layers, have an array each, and streams too.
-        They are told apart by the address of their first tensor.
+        They are told apart by `first`, as by the address of their first tensor.
         """
         key = name, current_stream(self._device), first, len(numbers)
         if key not in self._known:
@@ -190,7 +250,12 @@ class _Places(_Memory):
 
     def __init__(self, places: Sequence[Place], device: torch.device) -> None:
         super().__init__(device)
-        self.array = torch.tensor(places, device=device).flatten()
+        self.array, self._count = torch.tensor(places, device=device).flatten(), len(places)
+
+    def launch(self, kernel: object, tensors: Sequence[Tensor], *arguments: object) -> None:
+        """Launch one program for each tensor."""
+        kind = KINDS[tensors[0].dtype]
+        launch(kernel, (self._count,), *arguments, KIND=kind, **SIXTEEN_WARPS)
 
 
 def _layout_of(tensors: Sequence[Tensor]) -> _Layout:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_topk.kernels.triton.updates.elements import pointers, quotient
+from horovod_topk.kernels.triton.updates.elements import loaded, pointers, put, quotient
 from horovod_topk.ops import coding
 
 BLOCK = tl.constexpr(coding.SHARD_BLOCK)
@@ -53,16 +53,19 @@ def summed(
     after: tl.tensor,
     arrivals: tl.tensor,
     factor: tl.tensor,
-    KEEPS: tl.constexpr,
+    unit: tl.tensor,
+    OF: tl.constexpr,
+    KIND: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Add up energies of the elements of a tensor that arrive often, and of its others.
 
     arrivals: codes of all tensors, uint8.
     factor: of the gradients.
-    KEEPS: energies that error feedback takes away, given residuals; else those of the gradients.
+    OF: "gradients", or what error feedback takes away: of a "rank", or of the sums of an "owner",
+        which are in units of `unit`, given residuals.
     """
     numel, shards, first, parts, blocks = place(table, t)
-    source = pointers(gradients, t)
+    source = pointers(gradients, t, KIND)
     own, whole = tl.load(table + t * COLUMNS), tl.load(table + t * COLUMNS + 1)
     lanes = tl.arange(0, BLOCK)[None, :]
     often, rarely = tl.zeros([ROWS, BLOCK], tl.float64), tl.zeros([ROWS, BLOCK], tl.float64)
@@ -70,12 +73,18 @@ def summed(
         block = ((begin + tl.arange(0, ROWS)) * parts)[:, None].to(tl.int64)
         at = (block * shards + first) * BLOCK + lanes
         inside = at < numel
-        came = tl.load(source + at, mask=inside, other=0.0) * factor
-        energy = came * came
-        if KEEPS:
+        came = loaded(source + at, inside, KIND) * factor
+        if OF != "gradients":
             kept = own + block * BLOCK + lanes
-            a = came + tl.load(before + kept, mask=inside, other=0.0)
+            e = tl.load(before + kept, mask=inside, other=0.0)
             left = tl.load(after + kept, mask=inside, other=0.0)
+            if OF == "owner":
+                came = (came + left - e) * unit
+                e *= unit
+                left *= unit
+        energy = came * came
+        if OF != "gradients":
+            a = came + e
             is_sent = tl.abs(a - left) * 2.0 > tl.abs(a)
             energy = energy - tl.where(is_sent, a * a - left * left, 0.0)
         code = tl.load(arrivals + whole + at, mask=inside, other=0).to(tl.int32)
@@ -105,13 +114,39 @@ def energy_withheld(
     fading: tl.tensor,
     before: tl.tensor,
     after: tl.tensor,
+    KIND: tl.constexpr,
 ) -> None:
     """Compute each tensor's D' of both classes, once gradients are encoded: `TrackerKernels`."""
     t = tl.program_id(0)
-    often, rarely = summed(table, t, gradients, residual, candidate, arrivals, 1.0, True)
+    often, rarely = summed(
+        table, t, gradients, residual, candidate, arrivals, 1.0, 1.0, "rank", KIND
+    )
     scale = tl.load(scales + t)
     fade(2 * t, often.to(tl.float32) * scale, fading, before, after)
     fade(2 * t + 1, rarely.to(tl.float32) * scale, fading, before, after)
+
+
+@triton.jit
+def energy_of_owner(
+    table: tl.tensor,
+    gradients: tl.tensor,
+    residual: tl.tensor,
+    candidate: tl.tensor,
+    arrivals: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    factor: tl.tensor,
+    unit: tl.tensor,
+    KIND: tl.constexpr,
+) -> None:
+    """Add to each tensor's D' what an owner's error feedback takes away: `TrackerKernels`."""
+    t = tl.program_id(0)
+    often, rarely = summed(
+        table, t, gradients, residual, candidate, arrivals, factor, unit, "owner", KIND
+    )
+    mine, scale = out + 2 * t, tl.load(scales + t)
+    tl.store(mine, finite(tl.load(mine) + often.to(tl.float32) * scale))
+    tl.store(mine + 1, finite(tl.load(mine + 1) + rarely.to(tl.float32) * scale))
 
 
 @triton.jit
@@ -162,6 +197,7 @@ def energies(
     by_ranks: tl.tensor,
     unit: tl.tensor,
     least: tl.tensor,
+    KIND: tl.constexpr,
 ) -> None:
     """Compute each tensor's E' and c of both classes, after the exchange: `TrackerKernels`.
 
@@ -169,7 +205,9 @@ def energies(
     2R; unit: 1 / ranks; least: the least c^2, less 1.
     """
     t = tl.program_id(0)
-    often, rarely = summed(table, t, gradients, scales, scales, arrivals, factor, False)
+    often, rarely = summed(
+        table, t, gradients, scales, scales, arrivals, factor, 1.0, "gradients", KIND
+    )
     scale = tl.load(scales + t)
     one, other = often.to(tl.float32) * scale, rarely.to(tl.float32) * scale
     settle(
@@ -182,25 +220,27 @@ def energies(
 
 
 @triton.jit
-def squares(table: tl.tensor, t: tl.tensor, arrays: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def squares(
+    table: tl.tensor, t: tl.tensor, arrays: tl.tensor, KIND: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Add up squares of a tensor's sample, and return their sum and the sample's size."""
     numel, shards, first, parts, blocks = place(table, t)
-    source = pointers(arrays, t)
+    source = pointers(arrays, t, KIND)
     total = tl.zeros([ROWS, BLOCK], tl.float64)
     for begin in range(0, blocks, ROWS):
         block = ((begin + tl.arange(0, ROWS)) * parts)[:, None].to(tl.int64)
         at = (block * shards + first) * BLOCK + tl.arange(0, BLOCK)[None, :]
-        each = tl.load(source + at, mask=at < numel, other=0.0)
+        each = loaded(source + at, at < numel, KIND)
         total += (each * each).to(tl.float64)
     end = ((blocks - 1) * parts * shards + first + 1) * BLOCK  # of its last block, if that is whole
     return tl.sum(total), blocks * BLOCK - tl.maximum(end - numel, 0)
 
 
 @triton.jit
-def rms(table: tl.tensor, arrays: tl.tensor, out: tl.tensor) -> None:
+def rms(table: tl.tensor, arrays: tl.tensor, out: tl.tensor, KIND: tl.constexpr) -> None:
     """Store the root of the mean square of each tensor's sample."""
     t = tl.program_id(0)
-    total, count = squares(table, t, arrays)
+    total, count = squares(table, t, arrays, KIND)
     tl.store(out + t, tl.math.sqrt_rn(quotient(total.to(tl.float32), count.to(tl.float32))))
 
 
@@ -215,6 +255,7 @@ def spikes(
     ungain: tl.tensor,
     slowly: tl.tensor,
     spike: tl.tensor,
+    KIND: tl.constexpr,
 ) -> None:
     """Compute each tensor's mean norm, and limit a sudden norm by a factor: `TrackerKernels`.
 
@@ -223,7 +264,7 @@ def spikes(
     ungain: factor of norms; slowly: weight of the present step, less 1.
     """
     t = tl.program_id(0)
-    total, _ = squares(table, t, gradients)
+    total, _ = squares(table, t, gradients, KIND)
     scaled = total.to(tl.float32) * tl.load(scales + t)
     norm = tl.math.sqrt_rn(finite(scaled)) * ungain
     mean = tl.load(before + t)
@@ -237,8 +278,7 @@ def spikes(
     tl.store(damping + t, factor)
     numel = tl.load(table + t * COLUMNS + 2)
     if (factor < 1.0) & (numel <= SMALL):
-        source = pointers(gradients, t)
+        source = pointers(gradients, t, KIND)
         for begin in range(0, numel, STRETCH):
             at = begin + tl.arange(0, STRETCH)
-            g = tl.load(source + at, mask=at < numel, other=0.0)
-            tl.store(source + at, g * factor, mask=at < numel)
+            put(source + at, loaded(source + at, at < numel, KIND) * factor, at < numel, KIND)
