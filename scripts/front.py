@@ -33,8 +33,8 @@ LINES = {  # method of the benchmark -> label and style
 MODEL = "resnet50"
 COLUMNS = {  # of the table of quality -> study and metrics
     "loss of five text models, %": ("default", ["bits_per_byte"]),
-    "accuracy of a residual network, points": ("default", ["accuracy"]),
-    "loss of four models that nobody tuned to, %": ("unseen", ["bits_per_byte", "mse"]),
+    "accuracy lost by a residual CNN, points": ("default", ["accuracy"]),
+    "loss of four models not used for tuning, %": ("unseen", ["bits_per_byte", "mse"]),
 }
 
 

@@ -468,6 +468,7 @@ def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
         "step": lambda rate, name: f"{joined.seconds(rate, name):.2f}",
         "target": lambda share: target_table(joined, float(share)),
         "predicted": partial(predicted, specs, joined),
+        "early": EARLY,
         "gpus": on_gpus,
         "limit": limit,
         "rates": partial(other_rates, joined),
