@@ -375,6 +375,7 @@ def test_what_is_in_vain_changes_no_bit() -> None:
     assert_same(training.snapshot(both[0]), training.snapshot(alone[0]))
 
 
+@pytest.mark.horovod
 def test_a_gradient_that_came_before_an_exchange_in_vain_and_not_after() -> None:
     """Each tensor has its own bucket, so that no other one's end exchanges the head's zeros."""
     setup = Setup(Linear, sgd, groups=lambda task: [[task.body], [task.head]])
