@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from horovod_topk.core.codec.kernels import KernelCache, codec_of
 from horovod_topk.core.codec.measures import MeasureStore, Rows
-from horovod_topk.core.codec.momentum import correct
+from horovod_topk.core.codec.momentum import NO_MOMENTS, OptimizerMoments, correct
 from horovod_topk.core.codec.withheld import Opened, Withholding
 from horovod_topk.core.plan import facts
 from horovod_topk.core.plan import payload as wire
@@ -119,24 +119,20 @@ class PayloadCodec(Generic[Array]):
         arenas: Arenas[Array],
         gradients: Sequence[Array],
         payload: Array,
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        moments: OptimizerMoments[Array] = NO_MOMENTS,
     ) -> None:
         """Fill a payload, and write the new residual to the candidate arena.
 
-        velocities: for momentum correction; they are updated.
-        squares: Adam's mean squares for the selection: one array for each gradient, of its shape
-            and any float dtype, or None. Empty: there are none.
+        moments: of the optimizer; the new velocities are written to it.
         """
-        self.encode_shards([arenas], gradients, [payload], velocities, squares)
+        self.encode_shards([arenas], gradients, [payload], moments)
 
     def encode_shards(
         self,
         arenas: Sequence[Arenas[Array]],
         gradients: Sequence[Array],
         payloads: Sequence[Array],
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        moments: OptimizerMoments[Array] = NO_MOMENTS,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients if the kernel can."""
         limits, made = self.withholding.limits, self.kernels.encoders
@@ -149,6 +145,7 @@ class PayloadCodec(Generic[Array]):
         plans = (each.plan for each in arenas)
         kernels: list[Any] = [made.get(p.fingerprint) or self.kernels.encoder(p) for p in plans]
         first: object = kernels[0]
+        velocities, squares = moments.velocities, moments.squares
         if squares and all(each is None for each in squares):
             squares = ()
         if isinstance(first, SupportsOnePass) and not arenas[0].plan.config.measured:
