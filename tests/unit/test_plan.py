@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.jobs import Job, jobs
 
-from horovod_topk.cli.models import resnet50_specs
+from horovod_topk.cli.models import specs_of
 from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan import buckets as planning
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
@@ -360,7 +360,7 @@ def test_bytes_of_a_ring_allreduce(ranks: int, sent: int) -> None:
 
 def test_a_resnet50_sends_forty_times_less_on_two_ranks() -> None:
     """Against a ring allreduce, which at two ranks sends all gradients once."""
-    plan = make_plan(resnet50_specs(), PLAIN)
+    plan = make_plan(specs_of("resnet50"), PLAIN)
     elements = sum(tensor.spec.numel for tensor in plan.tensors())
     assert (sum(1 for _ in plan.tensors()), elements) == (161, 25_557_032)
     payload = sum(bucket.layout.payload_bytes for bucket in plan.buckets)

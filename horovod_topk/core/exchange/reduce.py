@@ -172,7 +172,7 @@ class ReducedBucket(BucketExchange[Array]):
             values = ops.view(arenas.candidate, piece.start, piece.stop)
             residual = ops.view(arenas.residual, piece.start, piece.stop)
             checked = ops.compensate(residual, gradient, values)
-            key = self._codec.key(self._bucket, position, rows=False)
+            key = self._codec.key(self._bucket, position)
             self._works.append(Work(values, checked, self._state_of(piece), key=key))
         self._start(0)
 

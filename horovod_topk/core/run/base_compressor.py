@@ -150,6 +150,21 @@ class BaseCompressor(abc.ABC):
         return types.new_class(name, (cls,), {"method": METHODS[name]}, lambda ns: ns.update(body))
 
     @classmethod
+    def module_functions(
+        cls, module: dict[str, Any]
+    ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+        """`__getattr__` and `__dir__` of an adapter: each compressor is made when it is imported.
+
+        module: the adapter's `globals()`.
+        """
+
+        def find(name: str) -> Any:
+            module[name] = made = cls.named(name, module["__name__"])
+            return made
+
+        return find, lambda: sorted({*module, *METHODS})
+
+    @classmethod
     def asked(cls, compression: object) -> Self | None:
         """Return the compressor of this package that was passed as `compression=`, if it is one.
 
