@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from horovod_topk.cli.models import specs_of
-from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.exchange.announcing import announced_bytes
+from horovod_topk.core.exchange.protocol import ring_allreduce_bytes
 from horovod_topk.core.plan import shards
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle.jobs import Job, jobs
 
 from horovod_topk.cli.models import specs_of
-from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.core.exchange.protocol import ring_allreduce_bytes
 from horovod_topk.core.plan import buckets as planning
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.cost.traffic import exchange_of, nodes_of

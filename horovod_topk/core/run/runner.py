@@ -18,9 +18,9 @@ from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.measures import EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.codec.momentum import check_dtypes
 from horovod_topk.core.control.allocation import Allocator, is_due
-from horovod_topk.core.exchange import Exchange, Storage, Traffic
 from horovod_topk.core.exchange.meeting import Meets
 from horovod_topk.core.exchange.probe import Probe, Probed
+from horovod_topk.core.exchange.protocol import Exchange, Storage, Traffic
 from horovod_topk.core.exchange.reduce import Whole, declared, state_plan
 from horovod_topk.core.exchange.selection import dense_beside
 from horovod_topk.core.plan.buckets import BucketPlan, Plan

@@ -28,8 +28,8 @@ from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.measures import HOST, own_measures, total_of
 from horovod_topk.core.codec.momentum import OptimizerMoments, velocities_of
 from horovod_topk.core.codec.withheld import Limits
-from horovod_topk.core.exchange import BucketExchange, Exchange, Storage
 from horovod_topk.core.exchange.probe import Probe
+from horovod_topk.core.exchange.protocol import BucketExchange, Exchange, Storage
 from horovod_topk.core.exchange.reduce import declared
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
 from horovod_topk.core.run.follower import Follower, FollowerArenas, Followers
