@@ -162,7 +162,7 @@ def sections(plan: BucketPlan, payload: Array) -> list[Array]:
     kind, views = plan.config.value_kind(plan.residual_dtype), list[Array]()
     for t in plan.tensors:
         own: Any = t
-        values = payload[own.value_at : own.value_at + coding.value_bytes(kind, own.k)]
+        values = payload[own.at : own.at + coding.value_bytes(kind, own.k)]
         size = coding.index_bytes(own.index, own.spec.numel, own.k)
         dtype = {"bfloat16": "uint16"}.get(kind, kind if kind.startswith("float") else "uint8")
         views += [values.view(dtype), payload[own.index_at : own.index_at + size]]

@@ -42,7 +42,7 @@ class Dithered(Codec, Seeded):
 
 def _dither(ops: Ops[Any], key: Key | None, like: Any) -> Any:
     assert key is not None
-    drawn = uniform(ops, key.shared.number(1), ops.numel(like), "float32", "cpu")
+    drawn = uniform(ops, key.shared, ops.numel(like), "float32", "cpu")
     total = ops.clone(drawn)
     ops.write_scaled(drawn, LARGE, total, False)
     return total

@@ -164,7 +164,7 @@ def test_sections_follow_one_another_without_overlap(job: Job) -> None:
     for bucket in job.plan.buckets:
         sections = [(0, 24), (bucket.layout.flags_at, bucket.layout.flags_bytes)]
         kind = bucket.config.value_kind(bucket.residual_dtype)
-        sections += [(t.value_at, coding.value_bytes(kind, t.k)) for t in bucket.tensors]
+        sections += [(t.at, coding.value_bytes(kind, t.k)) for t in bucket.tensors]
         for kind in ("int32", "int16", "packed"):
             sections += [
                 (t.index_at, coding.index_bytes(kind, t.spec.numel, t.k))

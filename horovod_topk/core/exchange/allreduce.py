@@ -46,7 +46,7 @@ LANES = PARTS + 1  # before the measures
 class AllreduceExchange(Exchange[Array]):
     """Dense gradients, or the arrays of a round, are summed by Horovod's own allreduce."""
 
-    kind, keeps = "allreduce", False
+    kind = "allreduce"
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """No plan: there are no residuals."""

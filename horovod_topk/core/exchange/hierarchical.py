@@ -88,7 +88,7 @@ class HierarchicalExchange(Exchange[Array]):
         because: `Exchange.because`.
     """
 
-    kind, keeps = "hierarchical", False
+    kind = "hierarchical"
 
     def __init__(
         self, collective: Collective[Array], groups: Groups[Array], because: str = ""

@@ -260,11 +260,6 @@ class Exchange(abc.ABC, Generic[Array]):
         return {"ranks": self.ranks, "rank": self.rank}
 
     @property
-    def keeps(self) -> bool:
-        """Whether a rank keeps residuals of its own gradients."""
-        return True
-
-    @property
     def parts(self) -> int:
         """Number of owners that each tensor is split among; 0: there are no owners."""
         return 0
