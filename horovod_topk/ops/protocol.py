@@ -164,7 +164,7 @@ class TrackerKernels:
     They have the results of `updates.formulas`. Gradients are of any shape. `arrivals` are codes of
     phi of all elements, uint8, and `places` say where tensors and their samples are.
 
-    lost(gradients, residuals, arrivals, places, states): computes the energy that error feedback
+    energy_withheld(gradients, residuals, arrivals, places, states): computes the energy that error feedback
         takes from each gradient. residuals: those of one shard of each tensor before the step, and
         after it, flat. states: arrays with two numbers for each gradient: what sums over samples
         are multiplied by, first those of one class; then of both classes in turn, what D fades by,

@@ -84,7 +84,7 @@ def main(folder: Path, kind: str = "allgather") -> None:
     """Run on MPI's world."""
     from mpi4py import MPI
 
-    from horovod_topk.mpi import MpiCollective
+    from oracle.mpi import MpiCollective
 
     collective = MpiCollective(MPI.COMM_WORLD)
     result = train(collective, kind)
