@@ -38,8 +38,8 @@ class OptimizerMoments(Generic[Array]):
     """The moments of an optimizer with which a bucket is sent; by default none."""
 
     velocities: Velocities[Array] | None = None  # for momentum correction; they are updated
-    # Adam's mean squares, to select by: for each gradient an array of its shape and any float dtype,
-    # or None. Empty: there are none.
+    # Adam's mean squares, to select by: for each gradient an array of its shape and any float
+    # dtype, or None. Empty: there are none.
     squares: Sequence[Array | None] = ()
 
 
