@@ -8,6 +8,7 @@ private function that it uses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 from horovod.common import process_sets
 from horovod.common.process_sets import ProcessSet
@@ -17,9 +18,48 @@ from horovod_topk.core.plan.nodes import Location, here
 _NOBODY = 2**31 - 1  # an id that no process set has
 
 
-def location(rank: int, local_rank: int) -> Location:
-    """The host and local rank of a rank."""
-    return here(rank, local_rank)
+class ProcessSetRanks:
+    """The ranks of a process set, as `core.exchange.Collective` of any framework knows them.
+
+    Args:
+        process_set: the ranks that exchange.
+        timer: notes when collectives run.
+    """
+
+    horovod: ClassVar[Any]  # its module for the framework
+    in_order = False  # `Meets.in_order`: collectives are matched by name
+
+    def __init__(self, process_set: Any, timer: Any) -> None:
+        self._process_set, self.timer = process_set, timer
+
+    @property
+    def rank(self) -> int:
+        """Rank within the process set."""
+        return int(self._process_set.rank())
+
+    @property
+    def size(self) -> int:
+        """Ranks in the process set."""
+        return int(self._process_set.size())
+
+    @property
+    def location(self) -> Location:
+        """Where this rank runs, as Horovod's launcher numbers local ranks."""
+        return here(self.horovod.rank(), self.horovod.local_rank())
+
+    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether process sets of these groups exist, or can be added."""
+        return can_add(self._global(groups), self._process_set)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Self | None]:
+        """Collectives over the process sets of these groups; missing process sets are added."""
+        found = find_or_add(self._global(groups))
+        return [type(self)(each, timer=self.timer) if each.included() else None for each in found]
+
+    def _global(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Convert groups of ranks within the process set to groups of Horovod's global ranks."""
+        ranks = self._process_set.ranks
+        return [[ranks[rank] for rank in group] for group in groups]
 
 
 def can_add(groups: Sequence[Sequence[int]], among: ProcessSet) -> bool:

@@ -23,10 +23,10 @@ import torch
 from horovod_topk.cli.compare.curves import Metric
 from horovod_topk.cli.compare.records import DONE, Cell, Point, Record
 from horovod_topk.cli.compare.simulated.training import Job
-from horovod_topk.cli.compare.table import markdown
 from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE
 from horovod_topk.cli.compare.verdict import FASTER, NOT, PAYS, UNKNOWN, judge
 from horovod_topk.core.run.substitute import parse
+from pages.markdown import table
 from study.workloads import workload
 
 LOSS = Metric("loss", higher_is_better=False)
@@ -85,16 +85,16 @@ def words(truth: Truth, seeds: int, comparisons: int) -> tuple[Counter[str], Cou
     return verdicts, qualities
 
 
-def rows(seeds: int, comparisons: int) -> list[Sequence[str]]:
-    """A table: how often each word was said."""
+def made_up_table(seeds: int, comparisons: int) -> str:
+    """How often each word was said."""
     kinds, grades = (PAYS, FASTER, NOT, UNKNOWN), (BETTER, WORSE, UNCLEAR)
-    found: list[Sequence[str]] = [("truth", *grades, "verdict:", *kinds)]
+    found = list[Sequence[str]]()
     for truth in TRUTHS:
         verdicts, qualities = words(truth, seeds, comparisons)
         cells = [_cell(qualities, each, truth.quality, comparisons) for each in grades]
         more = [_cell(verdicts, each, truth.verdict, comparisons) for each in kinds]
         found.append((truth.name, *cells, "", *more))
-    return found
+    return table(("truth", *grades, "verdict:", *kinds), found)
 
 
 def _cell(counted: Counter[str], word: str, right: str, comparisons: int) -> str:
@@ -107,6 +107,9 @@ class Dropping:
 
     def __init__(self, inner: Any, seed: int) -> None:
         self._inner, self._generator = inner, torch.Generator().manual_seed(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def mean(self, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
         """`Exchange.mean` of what is left."""
@@ -132,10 +135,9 @@ def trained(seed: int, *, dropping: bool) -> Record:
     return Record(Cell("", seed, (), (), ()), DONE, points=tuple(points))
 
 
-def trained_rows(comparisons: int) -> list[Sequence[str]]:
-    """Comparisons of five seeds each, of runs that are really trained."""
-    grades = (BETTER, WORSE, UNCLEAR)
-    found: list[Sequence[str]] = [("truth", *grades)]
+def trained_table(comparisons: int) -> str:
+    """The same for comparisons of five seeds each, of runs that are really trained."""
+    grades, found = (BETTER, WORSE, UNCLEAR), list[Sequence[str]]()
     seeds = range(5 * comparisons)
     dense = [trained(seed, dropping=False) for seed in seeds]
     for name, right, dropping in TRAINED_TRUTHS:
@@ -147,7 +149,7 @@ def trained_rows(comparisons: int) -> list[Sequence[str]]:
             verdict = judge(own, {"float32": beside}, LOSS, timed=False)
             counted[verdict.word] += 1
         found.append((name, *(_cell(counted, each, right, comparisons) for each in grades)))
-    return found
+    return table(("truth", *grades), found)
 
 
 TRAINED = 40  # steps
@@ -165,11 +167,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.trained:
-        print(f"5 seeds, {args.trained} comparisons\n\n{markdown(trained_rows(args.trained))}")
+        print(f"5 seeds, {args.trained} comparisons\n\n{trained_table(args.trained)}")
         return
     for seeds in (3, 5, 8):
         print(f"{seeds} seeds, {args.comparisons} comparisons\n")
-        print(markdown(rows(seeds, args.comparisons)), "\n")
+        print(made_up_table(seeds, args.comparisons), "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from horovod_topk.cli.bench.figures import figures
 from horovod_topk.cli.canvas import panels
 from horovod_topk.cli.models import elements, specs_of
 from horovod_topk.cli.options import update_rule_of
-from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.core.exchange.protocol import ring_allreduce_bytes
 from horovod_topk.core.plan.buckets import Plan, make_plan
 from horovod_topk.core.run.stats import planned_bytes
 from horovod_topk.cost import quantities

@@ -139,8 +139,8 @@ MUTATIONS = (
     ),
     Mutation(
         "exchange",
-        "return position if position < self.nodes.owners else None",
-        "return min(position, self.nodes.owners - 1)",
+        "at = (owner * nodes + row) * size",
+        "at = (row * owners + owner) * size",
         f"{PROPERTIES}owners.py tests/contract/test_methods.py",
     ),
     Mutation(

@@ -20,7 +20,7 @@ from typing import Any
 
 import horovod.torch as hvd
 
-from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.core.exchange.protocol import ring_allreduce_bytes
 from horovod_topk.core.run.substitute import VARIABLE
 from horovod_topk.cost.quantities import bits_per_second
 from horovod_topk.errors import TopKError

@@ -13,7 +13,6 @@ from horovod_topk.core.control.guard import guard_of
 from horovod_topk.core.state.learning_rates import LARGEST, RATES, rates_of
 from horovod_topk.core.state.state_dict import (
     COMMITTED,
-    OPTIONAL,
     RESIDUALS,
     STATE_VERSION,
     allocation_of,
@@ -107,12 +106,11 @@ def _check_arrays(part: str, state: Any, tensors: Mapping[str, Any], where: str)
             lacks = "a shape" if name in saved else "an array"
             raise _foreign(where, f"its {part} lack {lacks} of this tensor", tensor=name)
         expected, found = [math.prod(state["shapes"][name])], saved[name]
-        dtypes = (*_DTYPES, "U8") if state.get(OPTIONAL) else _DTYPES
-        if found["shape"] != expected or found["dtype"] not in dtypes:
+        if found["shape"] != expected or found["dtype"] not in _DTYPES:
             raise _foreign(
                 where,
                 f"its {part} have {found['dtype']} of shape {found['shape']} for this tensor, "
-                f"{' or '.join(dtypes)} of {expected} were expected",
+                f"{' or '.join(_DTYPES)} of {expected} were expected",
                 tensor=name,
             )
 

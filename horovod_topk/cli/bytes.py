@@ -17,7 +17,7 @@ from horovod_topk.cli.options import (
     with_optimizer,
 )
 from horovod_topk.config import EXCHANGES, RESIDUALS
-from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.core.exchange.protocol import ring_allreduce_bytes
 from horovod_topk.core.exchange.selection import fewest
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes

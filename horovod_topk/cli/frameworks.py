@@ -47,9 +47,7 @@ class _OverHorovod:
     @property
     def location(self) -> Location:
         """Where this rank runs."""
-        process_sets = importlib.import_module("horovod_topk.process_sets")
-        found: Location = process_sets.location(self.rank, self.hvd.local_rank())
-        return found
+        return here(self.rank, self.hvd.local_rank())
 
     def gather(self, value: Any, name: str) -> list[Any]:
         """Return what each rank has passed, in rank order."""

@@ -108,19 +108,10 @@ def _normalisation() -> Iterator[Shape]:
     yield (WIDTH,)
 
 
-def resnet50_specs() -> list[TensorSpec]:
-    """All 161 trainable tensors of a ResNet-50, in the order in which backward reaches them."""
-    return known_specs("resnet50")
-
-
-def known_specs(model: str) -> list[TensorSpec]:
-    """float32 gradients of one of `MODELS`, in the order in which backward reaches them."""
-    shapes = list(enumerate(MODELS[model]()))
-    return [TensorSpec(str(i), shape, "float32") for i, shape in reversed(shapes)]
-
-
 def specs_of(model: str) -> list[TensorSpec]:
     """float32 gradients of one of `MODELS`, or of a JSON file: an object from names to shapes.
+
+    They are in the order in which backward reaches them.
 
     Args:
         model: a model's name, or a file's path.
@@ -129,7 +120,8 @@ def specs_of(model: str) -> list[TensorSpec]:
         ValueError: it is neither a model nor a valid file.
     """
     if model in MODELS:
-        return known_specs(model)
+        shapes = list(enumerate(MODELS[model]()))
+        return [TensorSpec(str(i), shape, "float32") for i, shape in reversed(shapes)]
     path = _file(model)
     try:
         shapes = json.loads(path.read_text()).items()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.core.exchange.protocol import ring_allreduce_bytes
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost.machine import Network
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
-from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.exchange.hierarchical import Groups, HierarchicalExchange
 from horovod_topk.core.exchange.loopback import Loopback
+from horovod_topk.core.exchange.protocol import Exchange
 from horovod_topk.core.exchange.reduce import ReduceExchange
 from horovod_topk.core.exchange.selection import fewest, make_exchange
 from horovod_topk.core.exchange.sharded import ShardedExchange

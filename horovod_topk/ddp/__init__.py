@@ -13,8 +13,6 @@ or, as torch registers communication hooks,
 `TopKEF.of(model)` returns the state. Nothing of PyTorch is patched.
 """
 
-from typing import Any
-
 from horovod_topk.errors import AdapterImportError
 
 try:
@@ -30,7 +28,6 @@ from horovod_topk.ddp.local_steps import LocalSteps
 from horovod_topk.ddp.state import DDPState
 from horovod_topk.guard import Guard
 from horovod_topk.local import Outer
-from horovod_topk.methods import METHODS
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.onebit_lamb import OneBitLamb
 
@@ -45,13 +42,4 @@ __all__ = [
     "exchange",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Make the compressor class of another method when it is first imported."""
-    globals()[name] = made = Compressor.named(name, __name__)
-    return made
-
-
-def __dir__() -> list[str]:
-    """The names of this module, and the compressor classes that are not made yet."""
-    return sorted({*globals(), *METHODS})
+__getattr__, __dir__ = Compressor.module_functions(globals())  # for other compressor classes

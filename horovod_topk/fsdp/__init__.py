@@ -15,8 +15,6 @@ ranks of other nodes that have the same one. `TopKEF.of(model)` returns the stat
 needed, and nothing of PyTorch is patched.
 """
 
-from typing import Any
-
 from horovod_topk.errors import AdapterImportError
 
 try:
@@ -30,17 +28,7 @@ except ImportError as error:
 from horovod_topk.fsdp.compressor import Compressor, TopKEF
 from horovod_topk.fsdp.state import FSDPState
 from horovod_topk.guard import Guard
-from horovod_topk.methods import METHODS
 
 __all__ = ["FSDPState", "Guard", "TopKEF"]
 
-
-def __getattr__(name: str) -> Any:
-    """Make the compressor class of another method when it is first imported."""
-    globals()[name] = made = Compressor.named(name, __name__)
-    return made
-
-
-def __dir__() -> list[str]:
-    """The names of this module, and the compressor classes that are not made yet."""
-    return sorted({*globals(), *METHODS})
+__getattr__, __dir__ = Compressor.module_functions(globals())  # for other compressor classes

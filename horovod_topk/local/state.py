@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from horovod_topk.core.codec.codec import PayloadCodec
-from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.agreement import agree, gather_bytes
 from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.exchange.membership import check_elastic, elastic
+from horovod_topk.core.exchange.protocol import Collective
 from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.run.attached import Attached

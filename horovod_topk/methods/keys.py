@@ -29,7 +29,6 @@ class Key:
     identity: tuple[str, str, int]  # tensor, direction (see `Method.piece`), owner of the shard
     committed: Any  # number of committed steps; in a graph a tensor
     rank: Callable[[], int]  # returns this rank
-    writer: Callable[[int], int]  # rank that wrote a row of payloads; this rank in `encode`
 
     @property
     def shared(self) -> Stream:
@@ -40,10 +39,6 @@ class Key:
     def own(self) -> Stream:
         """Random numbers of this rank, different from other ranks' numbers."""
         return self._stream(self.rank())
-
-    def of_row(self, row: int) -> Stream:
-        """The `own` random numbers of the rank that wrote a row of payloads."""
-        return self._stream(self.writer(row))
 
     def _stream(self, who: int | str) -> Stream:
         return Stream(_words(self.seed, self.identity, who), self.committed)

@@ -321,10 +321,7 @@ class Codec(Method):
     def unpack(
         self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
     ) -> Array:
-        """Decode [P, data_bytes] bytes to [P, n] values of `dtype`.
-
-        `context.key.of_row(row)` draws the numbers that the writer of a row has drawn as its own.
-        """
+        """Decode [P, data_bytes] bytes to [P, n] values of `dtype`."""
         raise NotImplementedError(f"{type(self).__name__} has no unpack")
 
     def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:

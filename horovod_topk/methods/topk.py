@@ -98,11 +98,6 @@ class Entries(Piece):
     index_at: int = 0  # byte of its first index in the payload
 
     @property
-    def value_at(self) -> int:
-        """Byte of its first value in the payload."""
-        return self.at
-
-    @property
     def entries(self) -> int:
         """Number of values that it sends in a step."""
         return self.k

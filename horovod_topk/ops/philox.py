@@ -4,7 +4,7 @@ A counter-based generator has no state: a number is a function of a key of 64 bi
 128 bits (Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3). The counter is
 
     word 0      the block: numbers 4 b to 4 b + 3 of an array are block b
-    word 1      number of the array, if a method draws several for one tensor in one step
+    word 1      0
     words 2, 3  number of committed steps before this one, the low word first
 
 so that a step that was rolled back draws the same numbers again, and a run that resumes from a
@@ -17,8 +17,8 @@ equal. No product overflows: multipliers are split into halves of 16 bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 WORD = 0xFFFFFFFF
 ROUNDS = 10
@@ -35,16 +35,10 @@ class Stream:
 
     key: tuple[int, int]  # two 32-bit words
     committed: Any  # number of committed steps: an int, or in a graph a tensor, [] int64
-    array: int = 0  # number of the array, if several are drawn for a tensor in a step
 
     def numbers(self) -> tuple[int, int, Any]:
-        """A kernel's arguments for drawing the first array: the key, and the committed steps."""
-        assert self.array == 0
+        """A kernel's arguments for drawing an array: the key, and the committed steps."""
         return (*self.key, self.committed)
-
-    def number(self, array: int) -> Self:
-        """The stream of another array, independent of the others."""
-        return replace(self, array=array)
 
 
 def words(stream: Stream, blocks: Word, shift: Shift) -> tuple[Word, Word, Word, Word]:
@@ -56,7 +50,7 @@ def words(stream: Stream, blocks: Word, shift: Shift) -> tuple[Word, Word, Word,
         shift: shifts int64 arrays, which are never negative, to the right.
     """
     committed = stream.committed
-    counter = blocks, stream.array, committed & WORD, shift(committed, 32)
+    counter = blocks, 0, committed & WORD, shift(committed, 32)
     return philox(counter, stream.key, shift)
 
 

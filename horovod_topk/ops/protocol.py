@@ -164,11 +164,11 @@ class TrackerKernels:
     They have the results of `updates.formulas`. Gradients are of any shape. `arrivals` are codes of
     phi of all elements, uint8, and `places` say where tensors and their samples are.
 
-    lost(gradients, residuals, arrivals, places, states): computes the energy that error feedback
-        takes from each gradient. residuals: those of one shard of each tensor before the step, and
-        after it, flat. states: arrays with two numbers for each gradient: what sums over samples
-        are multiplied by, first those of one class; then of both classes in turn, what D fades by,
-        D, and D' to be written.
+    energy_withheld(gradients, residuals, arrivals, places, states): computes the energy that error
+        feedback takes from each gradient. residuals: those of one shard of each tensor before the
+        step, and after it, flat. states: arrays with two numbers for each gradient: what sums over
+        samples are multiplied by, first those of one class; then of both classes in turn, what D
+        fades by, D, and D' to be written.
     energy_of_owner(exchanged, residuals, arrivals, places, states, numbers): adds to D' what an
         owner's error feedback takes away. residuals: the owner's. states: what sums are multiplied
         by, and D'. numbers: what gradients are multiplied by to be sums, and what sums and

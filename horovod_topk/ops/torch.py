@@ -87,7 +87,7 @@ class TorchOps(IndexedVerbs):
         return torch.arange(count, device=device)
 
     def random_bits(self, stream: Stream, count: int, bits: int, device: str) -> Tensor:
-        library = self._library(torch.device(device).type) if stream.array == 0 else None
+        library = self._library(torch.device(device).type)
         if library is not None:
             out = torch.empty(count, dtype=torch.int64)
             key = native.integers(stream.numbers())

@@ -23,8 +23,6 @@ before for any other compressor. `horovod_topk.tensorflow.seam` wraps:
 No registry of Horovod is changed: elastic jobs use the state of `horovod_topk.tensorflow.elastic`.
 """
 
-from typing import Any
-
 from horovod_topk.errors import AdapterImportError
 
 try:
@@ -39,7 +37,6 @@ except ImportError as error:
 
 from horovod_topk.guard import Guard
 from horovod_topk.local import Outer
-from horovod_topk.methods import METHODS
 from horovod_topk.tensorflow import seam
 from horovod_topk.tensorflow.compressor import Compressor, TopKEF
 from horovod_topk.tensorflow.local_steps import LocalSteps
@@ -49,13 +46,4 @@ seam.install()
 
 __all__ = ["Guard", "LocalSteps", "OptimizerState", "Outer", "TopKEF"]
 
-
-def __getattr__(name: str) -> Any:
-    """Make the compressor class of another method when it is first imported."""
-    globals()[name] = made = Compressor.named(name, __name__)
-    return made
-
-
-def __dir__() -> list[str]:
-    """The names of this module, and the compressor classes that are not made yet."""
-    return sorted({*globals(), *METHODS})
+__getattr__, __dir__ = Compressor.module_functions(globals())  # for other compressor classes

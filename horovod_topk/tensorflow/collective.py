@@ -14,14 +14,13 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import _allreduce
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from horovod_topk import process_sets
 from horovod_topk.core.exchange.agreement import gather_bytes, in_rows
 from horovod_topk.core.exchange.meeting import wait_until
 from horovod_topk.core.exchange.protocol import check_gathered, ordered_sum
 from horovod_topk.core.plan import payload as wire
-from horovod_topk.core.plan.nodes import Location
 from horovod_topk.core.run.timing import Seconds
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
+from horovod_topk.process_sets import ProcessSetRanks
 from horovod_topk.tensorflow.variables import apart
 
 
@@ -97,7 +96,7 @@ class _Gathered:
         return Buffer(self.tensor)
 
 
-class HorovodCollective:
+class HorovodCollective(ProcessSetRanks):
     """`core.exchange.Collective` over a Horovod process set.
 
     Args:
@@ -107,26 +106,13 @@ class HorovodCollective:
         timer: notes when collectives start and end; None: nobody reads it.
     """
 
+    horovod = hvd
+
     def __init__(
         self, process_set: Any, *, resizable: bool = False, timer: GraphTimer | None = None
     ) -> None:
-        self._process_set, self.timer = process_set, timer or GraphTimer()
+        super().__init__(process_set, timer or GraphTimer())
         self._resizable = resizable
-
-    @property
-    def rank(self) -> int:
-        """Rank within the process set."""
-        return int(self._process_set.rank())
-
-    @property
-    def size(self) -> int:
-        """Ranks in the process set."""
-        return int(self._process_set.size())
-
-    @property
-    def location(self) -> Location:
-        """Where this rank runs, as Horovod's launcher numbers local ranks."""
-        return process_sets.location(hvd.rank(), hvd.local_rank())
 
     def allgather(
         self, payload: Array, name: str, counts: Sequence[int] | None = None
@@ -150,8 +136,6 @@ class HorovodCollective:
         elif not self._resizable:
             gathered = tf.ensure_shape(gathered, [total])
         return _Gathered(gathered)
-
-    in_order = False  # `Meets.in_order`: collectives are matched by name
 
     def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """`Meets.meet`: by an allgather in a thread, as a call of TensorFlow blocks.
@@ -205,17 +189,6 @@ class HorovodCollective:
         self.timer.note_end(total)
         return _Gathered(tf.ensure_shape(total, [array.numel]))
 
-    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether process sets of these groups exist, or can be added."""
-        return process_sets.can_add(self._global(groups), self._process_set)
-
-    def split(self, groups: Sequence[Sequence[int]]) -> list[HorovodCollective | None]:
-        """Collectives over the process sets of these groups; missing process sets are added."""
-        found = process_sets.find_or_add(self._global(groups))
-        return [
-            HorovodCollective(each, timer=self.timer) if each.included() else None for each in found
-        ]
-
     def _gather(self, tensor: Any, name: str) -> Any:
         """Gather under the same name as `horovod.torch`, so that ranks of both frameworks match."""
         self.timer.note_start(tensor)
@@ -239,11 +212,6 @@ class HorovodCollective:
         )
         self.timer.note_end(received)
         return received
-
-    def _global(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Convert groups of ranks within the process set to groups of Horovod's global ranks."""
-        ranks = self._process_set.ranks
-        return [[ranks[rank] for rank in group] for group in groups]
 
 
 def _of_length(received: Any, own: Any, ranks: int) -> Any:

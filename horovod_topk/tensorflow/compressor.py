@@ -17,12 +17,12 @@ from horovod.tensorflow.compression import Compressor as HorovodCompressor
 from horovod_topk import reporting
 from horovod_topk.core.control.schedule import Schedule
 from horovod_topk.core.run.attached import Attached, ByHorovod
-from horovod_topk.core.run.base_compressor import BaseCompressor, on_class_too
+from horovod_topk.core.run.base_compressor import OverHorovod, on_class_too
 from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.core.run.substitute import horovods
 from horovod_topk.core.state.state_dict import nested, parts_of
 from horovod_topk.elastic import Manager
-from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.errors import NotAttachedError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.tensorflow.adapting import Adapted, adapted_to, find_adapted
@@ -33,7 +33,7 @@ from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
 from horovod_topk.tensorflow.state import OptimizerState
 
 
-class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.PythonState):  # type: ignore[misc]
+class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonState):  # type: ignore[misc]
     """A compression method for TensorFlow's Horovod; each of its subclasses has one.
 
     Pass the class (default settings) or an instance as `compression=` of
@@ -67,6 +67,11 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
     """
 
     framework = adapter = "tensorflow"
+    horovod = hvd
+    takers = (
+        "hvd.DistributedGradientTape(compression=...) or to "
+        "hvd.DistributedOptimizer(compression=...)"
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -151,33 +156,6 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
                 "before it",
             )
         return state
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Refuse to compress a single tensor: a tensor without a variable has no residual.
-
-        Where the environment asks for Horovod's own compression, it compresses the tensor.
-
-        Raises:
-            OutsideOptimizerError: otherwise.
-        """
-        if name := horovods():
-            return getattr(hvd.Compression, name).compress(tensor)  # type: ignore[no-any-return]
-        raise OutsideOptimizerError(
-            f"TopKEF was asked to compress one tensor of shape {list(tensor.shape)} by itself",
-            cure="Pass it to hvd.DistributedGradientTape(compression=...) or to "
-            "hvd.DistributedOptimizer(compression=...), not to hvd.allreduce",
-        )
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: object) -> Any:
-        """Return the tensor as it is: gradients are decoded before Horovod calls this.
-
-        Where the environment asks for Horovod's own compression, it decompresses the tensor.
-        """
-        if name := horovods():
-            return getattr(hvd.Compression, name).decompress(tensor, ctx)
-        return tensor
 
     @property
     def active(self) -> bool:

@@ -14,8 +14,8 @@ import tensorflow as tf
 from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.measures import HOST, VERDICT, Rows
 from horovod_topk.core.codec.momentum import check_dtypes
-from horovod_topk.core.exchange import Collective, Storage
 from horovod_topk.core.exchange.membership import elastic
+from horovod_topk.core.exchange.protocol import Collective, Storage
 from horovod_topk.core.exchange.reduce import declared, state_plan
 from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec

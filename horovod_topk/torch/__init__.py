@@ -21,8 +21,6 @@ and `horovod_topk.torch.elastic` adds `TopKEF` to one registry:
     horovod.torch.elastic.state._handler_registry   the types that an elastic TorchState accepts
 """
 
-from typing import Any
-
 from horovod_topk.errors import AdapterImportError
 
 try:
@@ -37,7 +35,6 @@ except ImportError as error:
 
 from horovod_topk.guard import Guard
 from horovod_topk.local import Outer
-from horovod_topk.methods import METHODS
 from horovod_topk.torch import elastic, seam
 from horovod_topk.torch.compressor import Compressor, TopKEF
 from horovod_topk.torch.local_steps import LocalSteps
@@ -50,13 +47,4 @@ elastic.install()
 
 __all__ = ["Guard", "LocalSteps", "OneBitAdam", "OneBitLamb", "OptimizerState", "Outer", "TopKEF"]
 
-
-def __getattr__(name: str) -> Any:
-    """Make the compressor class of another method when it is first imported."""
-    globals()[name] = made = Compressor.named(name, __name__)
-    return made
-
-
-def __dir__() -> list[str]:
-    """The names of this module, and the compressor classes that are not made yet."""
-    return sorted({*globals(), *METHODS})
+__getattr__, __dir__ = Compressor.module_functions(globals())  # for other compressor classes

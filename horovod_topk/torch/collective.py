@@ -11,15 +11,14 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from horovod_topk import process_sets
 from horovod_topk.core.exchange.agreement import gather_bytes, in_rows
 from horovod_topk.core.exchange.meeting import wait_until
 from horovod_topk.core.exchange.protocol import check_gathered, ordered_sum
-from horovod_topk.core.plan.nodes import Location
 from horovod_topk.core.plan.payload import check_counts
 from horovod_topk.core.run.timing import StepTimer
 from horovod_topk.core.state.state_dict import converted
 from horovod_topk.ops.torch import TorchOps
+from horovod_topk.process_sets import ProcessSetRanks
 
 UNCHECKED = 1 << 19  # bytes: Horovod can count as many from each of 4,095 ranks
 _PAUSE = 50e-6  # seconds between the first two polls of a running collective
@@ -71,7 +70,7 @@ class _Handle:
         return total
 
 
-class HorovodCollective:
+class HorovodCollective(ProcessSetRanks):
     """`core.exchange.Collective` over a Horovod process set.
 
     Args:
@@ -79,23 +78,10 @@ class HorovodCollective:
         timer: counts the seconds that this process waits for collectives; None: nobody reads them.
     """
 
+    horovod = hvd
+
     def __init__(self, process_set: hvd.ProcessSet, timer: StepTimer | None = None) -> None:
-        self._process_set, self.timer = process_set, timer or StepTimer()
-
-    @property
-    def rank(self) -> int:
-        """Rank within the process set."""
-        return int(self._process_set.rank())
-
-    @property
-    def size(self) -> int:
-        """Ranks in the process set."""
-        return int(self._process_set.size())
-
-    @property
-    def location(self) -> Location:
-        """Where this rank runs, as Horovod's launcher numbers local ranks."""
-        return process_sets.location(hvd.rank(), hvd.local_rank())
+        super().__init__(process_set, timer or StepTimer())
 
     def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> _Handle:
         """Start a named allgather of a uint8 tensor; does not block.
@@ -108,8 +94,6 @@ class HorovodCollective:
             check_gathered(payload.nbytes * self.size if counts is None else sum(counts), name)
         timer.first = timer.first or time.perf_counter()
         return _Handle(hvd.allgather_async(payload, name=name, process_set=process_set), timer)
-
-    in_order = False  # `Meets.in_order`: collectives are matched by name
 
     def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """`Meets.meet`: by an allgather."""
@@ -139,15 +123,6 @@ class HorovodCollective:
         handle = hvd.allreduce_async_(array, name=name, op=hvd.Sum, process_set=process_set)
         return _Handle(handle, timer)
 
-    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether process sets of these groups exist, or can be added."""
-        return process_sets.can_add(self._global(groups), self._process_set)
-
-    def split(self, groups: Sequence[Sequence[int]]) -> list[HorovodCollective | None]:
-        """Collectives over the process sets of these groups; missing process sets are added."""
-        found = process_sets.find_or_add(self._global(groups))
-        return [HorovodCollective(p, self.timer) if p.included() else None for p in found]
-
     def _alltoall(
         self, array: Tensor, splits: Tensor, name: str, summed: int | None = None
     ) -> _Handle:
@@ -155,11 +130,6 @@ class HorovodCollective:
         timer.first = timer.first or time.perf_counter()
         handle = hvd.alltoall_async(array, splits, name=name, process_set=process_set)
         return _Handle(handle, timer, name, summed)
-
-    def _global(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Convert groups of ranks within the process set to groups of Horovod's global ranks."""
-        ranks = self._process_set.ranks
-        return [[ranks[rank] for rank in group] for group in groups]
 
 
 class HorovodTalk:

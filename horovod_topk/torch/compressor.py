@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import horovod.torch as hvd
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
 
 from horovod_topk.core.run.attached import ByHorovod
+from horovod_topk.core.run.base_compressor import OverHorovod
 from horovod_topk.core.run.substitute import horovods
 from horovod_topk.elastic import Manager
-from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.errors import NotAttachedError
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.torch.collective import HorovodTalk
 from horovod_topk.torch.state import OptimizerState
@@ -19,7 +18,7 @@ from horovod_topk.torch_training.local_steps import ParametersState
 from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
 
 
-class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  # Horovod has no annotations
+class Compressor(TrainingCompressor, OverHorovod, HorovodCompressor):  # type: ignore[misc]  # Horovod has no annotations
     """A compression method for PyTorch's Horovod; each of its subclasses has one.
 
     Pass the class (default settings) or an instance as
@@ -45,7 +44,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         ... )
     """
 
-    adapter = "torch"
+    adapter, horovod, takers = "torch", hvd, "hvd.DistributedOptimizer(compression=...)"
 
     def _begin(self) -> None:
         super()._begin()
@@ -73,32 +72,6 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
                 cure="Pass what hvd.DistributedOptimizer(..., compression=TopKEF) returned",
             )
         return state
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Refuse to compress a single tensor: a tensor outside an optimizer has no residual.
-
-        Where the environment asks for Horovod's own compression, it compresses the tensor.
-
-        Raises:
-            OutsideOptimizerError: otherwise.
-        """
-        if name := horovods():
-            return getattr(hvd.Compression, name).compress(tensor)  # type: ignore[no-any-return]
-        raise OutsideOptimizerError(
-            f"TopKEF was asked to compress one tensor of shape {list(tensor.shape)} by itself",
-            cure="Pass it to hvd.DistributedOptimizer(compression=...), not to hvd.allreduce",
-        )
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
-        """Return the tensor as it is: gradients are decoded before Horovod calls this.
-
-        Where the environment asks for Horovod's own compression, it decompresses the tensor.
-        """
-        if name := horovods():
-            return getattr(hvd.Compression, name).decompress(tensor, ctx)  # type: ignore[no-any-return]
-        return tensor
 
     def attached(self, state: TrainingState) -> None:
         """As `TrainingCompressor.attached`; called by `horovod_topk.torch.seam`.

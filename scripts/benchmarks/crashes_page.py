@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from pages import Values
@@ -15,23 +14,16 @@ def values(found: dict[str, Any]) -> Values:
     returns = [each for job in jobs for each in job["disturbed"]["returns"]]
     redone = [each["reached"] - each["resumed"] for each in returns]
     whole = [each for each in returns if not each["lost"]]
-    mean = statistics.mean(map(_points, jobs))
-    least, _ = settings["wait"]
     return {
         "every": settings["commit_every"],
         "hosts": settings["hosts"],
-        "least": f"{least:g}",
         "jobs": _table(jobs),
         "returns": len(returns),
         "worst": max(redone, default=0),
-        "median": f"{statistics.median(redone or [0]):g}",
         "same": sum(each["same_weights"] for each in returns),
         "whole": len(whole),
         "partly": len(returns) - len(whole),
         "unchanged": _unchanged(max((each["owed_apart"] or 0.0 for each in whole), default=0.0)),
-        "kills": sum(job["disturbed"]["kills"] for job in jobs),
-        "mean": mean,
-        "seeds": len(jobs),
     }
 
 

@@ -31,7 +31,7 @@ import horovod.torch as hvd
 import torch
 
 from benchmarks.shapes import Shapes, varying
-from horovod_topk.cli.models import resnet50_specs
+from horovod_topk.cli.models import specs_of
 from horovod_topk.cli.timing import clocked, in_turns
 from horovod_topk.guard import Guard
 from horovod_topk.metrics import JsonLines
@@ -42,7 +42,7 @@ from horovod_topk.torch import TopKEF
 
 def memory_floor() -> Callable[[], None]:
     """One `r += g` and one fill of each gradient."""
-    shapes = [spec.shape for spec in resnet50_specs()]
+    shapes = [spec.shape for spec in specs_of("resnet50")]
     residuals, gradients, outputs = ([torch.zeros(s) for s in shapes] for _ in range(3))
 
     def step() -> None:

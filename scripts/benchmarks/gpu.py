@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk.cli.machine import cpu_model
-from horovod_topk.cli.models import resnet50_specs
+from horovod_topk.cli.models import specs_of
 from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.state.residual import Arenas
@@ -64,7 +64,7 @@ class Case:
 
 def cases(kind: str, ratio: float, selection: str) -> Iterator[Case]:
     """Yield the rows: one large tensor, a ResNet-50's gradients, and the default's settings."""
-    many = [replace(spec, dtype=kind, device=DEVICE) for spec in resnet50_specs()]
+    many = [replace(spec, dtype=kind, device=DEVICE) for spec in specs_of("resnet50")]
     numel = sum(spec.numel for spec in many)
     one = [TensorSpec("all", (numel,), kind, DEVICE)]
     config = TopK(ratio=ratio, selection=selection, values="float32")

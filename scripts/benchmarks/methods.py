@@ -26,8 +26,8 @@ from benchmarks.encoding import FLOOR, Encoding, Gradients, Step, milliseconds
 from horovod_topk.cli.machine import machine
 from horovod_topk.config import fields_of
 from horovod_topk.core.codec.codec import PayloadCodec
-from horovod_topk.core.exchange import Storage
 from horovod_topk.core.exchange.loopback import Loopback
+from horovod_topk.core.exchange.protocol import Storage
 from horovod_topk.core.exchange.reduce import ReducedBucket, declared, state_plan
 from horovod_topk.core.exchange.sharded import ShardedExchange
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan

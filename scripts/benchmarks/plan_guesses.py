@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.plan import DENSE, FITTED, GUESSED, NONE, STRATEGIES, Cell, Exchange
 from cluster import Link
-from horovod_topk.cli.models import known_specs
+from horovod_topk.cli.models import specs_of
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost.collective_cost import CollectiveCost
 from horovod_topk.cost.fit import Sample, fit
@@ -100,7 +100,7 @@ def _rate(cell: Cell) -> float:
 
 
 def _way(model: str, exchange: Exchange, nodes: Nodes) -> Strategy:
-    specs = known_specs(model)
+    specs = specs_of(model)
     if exchange == DENSE:
         return dense(specs, nodes)
     return compressed(specs, nodes, exchange.exchange, TopK(ratio=0.01, **asdict(exchange)))

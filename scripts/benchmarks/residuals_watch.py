@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk.cli.compare.simulated.exchanges import Compressed, Gradients
-from horovod_topk.core.exchange import Traffic
+from horovod_topk.core.exchange.protocol import Traffic
 from horovod_topk.core.run.runner import StepRunner
 
 

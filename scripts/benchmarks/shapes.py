@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
-from horovod_topk.cli.models import known_specs
+from horovod_topk.cli.models import specs_of
 
 
 class Shapes(nn.Module):
@@ -18,7 +18,7 @@ class Shapes(nn.Module):
 
     def __init__(self, model: str = "resnet50") -> None:
         super().__init__()
-        shapes = [spec.shape for spec in reversed(known_specs(model))]
+        shapes = [spec.shape for spec in reversed(specs_of(model))]
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
 
     def loss(self, directions: Sequence[Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.simulated import PARTS, PLAIN, Training
 from horovod_topk.cli.machine import machine
-from horovod_topk.cli.models import resnet50_specs
+from horovod_topk.cli.models import specs_of
 from horovod_topk.cli.timing import clocked, in_turns
 from horovod_topk.core.plan.buckets import TensorSpec
 from horovod_topk.methods.topk import TopK
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     compute_with_one_thread()
     torch.manual_seed(0)
-    taken = in_turns(ways(resnet50_specs()), args.repeats, warm_up=SETTLE)
+    taken = in_turns(ways(specs_of("resnet50")), args.repeats, warm_up=SETTLE)
     there = machine() | {"features": torch.backends.cpu.get_cpu_capability()}
     (RESULTS / "benchmarks.json").write_text(json.dumps({"taken": taken, "machine": there}) + "\n")
     write("benchmarks")

@@ -1,7 +1,7 @@
 """Figures of studies for their pages: tables, pictures and numbers from docs/results.
 
 A template of `pages` names one of the functions below, with its arguments after bars, for example
-`{{difference | Byte GPT, SGD, equal shards | allgather int4 0.024}}`. Titles of cases may be
+`{{costs | Byte GPT, SGD, equal shards | allgather int4 0.024}}`. Titles of cases may be
 patterns as of file names, several with semicolons between them. A study's settings are
 scripts/study/NAME.toml.
 """
@@ -19,16 +19,6 @@ from study import expenses, local_steps, matrix, pictures
 from study.results import Row, Study, end, shown
 
 GAP, WORSE = 0.5, 0.2  # %
-
-
-def difference(study: Study, case: str, name: str) -> str:
-    """Difference between a compressor's score and dense's, as text."""
-    return study.rows(case)[name].difference
-
-
-def fewer(study: Study, case: str, name: str) -> str:
-    """How many times fewer bytes a compressor sends than dense."""
-    return f"{study.rows(case)[name].reduction:.0f}"
 
 
 def costs(study: Study, cases: str, name: str) -> str:
@@ -115,7 +105,7 @@ def runs(study: Study) -> str:
 
 
 FUNCTIONS: tuple[Callable[..., str], ...] = (
-    *(difference, fewer, costs, gaps, summary, across, loops, within, panels, runs),
+    *(costs, gaps, summary, across, loops, within, panels, runs),
     *(matrix.brief, matrix.worst, matrix.parts, matrix.by_loop),
     *(matrix.signed, matrix.beyond_seeds, matrix.changed, expenses.expenses),
     *(local_steps.rounds, local_steps.payload, local_steps.mean_cost),

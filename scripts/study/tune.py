@@ -16,11 +16,11 @@ from pathlib import Path
 from horovod_topk.cli import compare, tune
 from horovod_topk.cli.compare import session as comparisons
 from horovod_topk.cli.compare.records import Store
-from horovod_topk.cli.compare.table import markdown
 from horovod_topk.cli.options import Parser, add
 from horovod_topk.cli.tune import session
 from horovod_topk.cli.tune.search import DENSE, Budget, Runs, Search
 from horovod_topk.cli.tune.space import Setting
+from pages.markdown import table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "tune.jsonl"
@@ -50,7 +50,7 @@ def main() -> None:
     texts = {each.text: each.text for each in first.fitting}
     grid = replace(settings, baselines={DENSE: DENSE}, compressors=texts)
     comparisons.run_all([grid], store)
-    rows = [HEAD]
+    rows = []
     for name, budget in BUDGETS.items():
         made = Runs(settings, store, first.runs.train)
         whole = replace(first, budget=budget, runs=made, say=lambda *_: None)
@@ -59,7 +59,7 @@ def main() -> None:
                 whole.baseline(seed)
                 whole.tried.setdefault(setting, {})[seed] = made(setting.text, seed)
         rows.append(_row(name, whole, [_searched(whole, seed) for seed in range(own.searches)]))
-    print(markdown(rows))
+    print(table(HEAD, rows))
 
 
 def _searched(whole: Search, seed: int) -> Search:

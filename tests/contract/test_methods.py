@@ -407,7 +407,7 @@ def test_rounds_conserve_what_ranks_have_together(case: Case) -> None:
 def _all_kept(world: World) -> Gradients:
     """Sums of the ranks' residuals; zeros where an exchange keeps none."""
     sums = {t.spec.name: np.zeros(t.numel) for t in world.plan.tensors()}
-    if world.ranks[0].exchange.keeps:
+    if world.ranks[0].exchange.holders(world.plan.buckets[0]):
         for one in world.residuals():
             sums = {key: sums[key] + each for key, each in one.items()}
     return sums

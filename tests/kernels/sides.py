@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from horovod_topk.core.codec.codec import PayloadCodec
-from horovod_topk.core.codec.momentum import velocities_of
+from horovod_topk.core.codec.momentum import OptimizerMoments, velocities_of
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.plan.shards import shard
 from horovod_topk.core.state.residual import Arenas
@@ -72,13 +72,16 @@ class Side:
 
     def encode(self, gradients: list[Array], momentum: TopK | None = None) -> None:
         """One step as far as its payloads, in memory that is full of ones before."""
-        own = None if momentum is None else velocities_of(momentum, self.velocity, self.ops)
+        velocities = None
+        if momentum is not None:
+            velocities = velocities_of(momentum, self.velocity, self.ops)
+        own = OptimizerMoments(velocities, self.squares)
         for payload, arenas in zip(self.payloads, self.residuals, strict=True):
             for section in sections(arenas.plan, np.asarray(payload)):
                 section.view(np.uint8)[:] = 0xFF
         with np.errstate(all="ignore"):
             given = [self.array(g.copy()) for g in gradients]
-            self.codec.encode_shards(self.residuals, given, self.payloads, own, self.squares)
+            self.codec.encode_shards(self.residuals, given, self.payloads, own)
 
     def decode(self, gathered: Array, scale: float) -> list[Array]:
         """The gradients that payloads add up to."""
@@ -159,7 +162,7 @@ def sections(plan: BucketPlan, payload: Array) -> list[Array]:
     kind, views = plan.config.value_kind(plan.residual_dtype), list[Array]()
     for t in plan.tensors:
         own: Any = t
-        values = payload[own.value_at : own.value_at + coding.value_bytes(kind, own.k)]
+        values = payload[own.at : own.at + coding.value_bytes(kind, own.k)]
         size = coding.index_bytes(own.index, own.spec.numel, own.k)
         dtype = {"bfloat16": "uint16"}.get(kind, kind if kind.startswith("float") else "uint8")
         views += [values.view(dtype), payload[own.index_at : own.index_at + size]]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks import gpu_compiled
 from horovod_topk.core.codec.codec import PayloadCodec
+from horovod_topk.core.codec.momentum import OptimizerMoments
 from horovod_topk.core.plan import payload as wire
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes
@@ -231,7 +232,7 @@ class Pair:
         """Encode on both sides; they must agree. Returns the payload."""
         arenas, known = self.kernels.arenas, [None if v is None else v.cpu() for v in squares]
         own = self.verbs.arenas, [g.cpu() for g in gradients], self.verbs.payload
-        self.codec.encode(*own, squares=known)
+        self.codec.encode(*own, OptimizerMoments(squares=known))
         pair = arenas.residual, arenas.candidate
         self.kernel.encode(*pair, gradients, self.kernels.payload, (), squares)
         assert self._bits(self.verbs) == self._bits(self.kernels)

@@ -9,15 +9,12 @@ from horovod_topk.methods.keys import Key, uniform
 from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, Rounds, Seeded, Work
 from horovod_topk.ops import Ops, coding
 
-LARGE = 64.0  # a reader with another key than the writer's has values that are so far off
+LARGE = 64.0  # a rank with another key than others has values that are so far off
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dithered(Codec, Seeded):
-    """Subtractive dither: float16 of the values and random numbers, which readers take off again.
-
-    One random number of the sender's own and one that all ranks share are added to each value.
-    """
+    """Subtractive dither: float16 of values and shared random numbers, which readers subtract."""
 
     id: ClassVar[int] = 253
 
@@ -26,7 +23,7 @@ class Dithered(Codec, Seeded):
 
     def pack(self, ops: Ops[Any], piece: Piece, values: Any, context: Context[Any]) -> Any:
         total = ops.clone(values)
-        ops.compensate(_dither(ops, context.key, None, total), total, total)
+        ops.compensate(_dither(ops, context.key, total), total, total)
         return ops.pack_values(total, "float16")
 
     def unpack(
@@ -39,18 +36,15 @@ class Dithered(Codec, Seeded):
         for row in range(count):
             here = ops.view(out, row * numel, (row + 1) * numel)
             ops.assign(here, ops.row(read, row))
-            ops.subtract_at(here, None, _dither(ops, context.key, row, here))
+            ops.subtract_at(here, None, _dither(ops, context.key, here))
         return ops.load(out, numel, 0, numel)
 
 
-def _dither(ops: Ops[Any], key: Key | None, row: int | None, like: Any) -> Any:
+def _dither(ops: Ops[Any], key: Key | None, like: Any) -> Any:
     assert key is not None
-    own, count = key.own if row is None else key.of_row(row), ops.numel(like)
-    drawn = [uniform(ops, each, count, "float32", "cpu") for each in (own, key.shared.number(1))]
-    total = ops.zeros(count, "float32", "cpu")
-    for each in drawn:
-        ops.compensate(each, total, total)
-    ops.write_scaled(ops.clone(total), LARGE, total, False)
+    drawn = uniform(ops, key.shared, ops.numel(like), "float32", "cpu")
+    total = ops.clone(drawn)
+    ops.write_scaled(drawn, LARGE, total, False)
     return total
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_topk.core.codec.codec import PayloadCodec
-from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.agreement import agree
+from horovod_topk.core.exchange.protocol import Collective
 from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes
@@ -84,7 +84,7 @@ def main(folder: Path, kind: str = "allgather") -> None:
     """Run on MPI's world."""
     from mpi4py import MPI
 
-    from horovod_topk.mpi import MpiCollective
+    from oracle.mpi import MpiCollective
 
     collective = MpiCollective(MPI.COMM_WORLD)
     result = train(collective, kind)

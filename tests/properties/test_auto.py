@@ -13,8 +13,8 @@ from oracle.loopback import Loopback, LoopbackCollective, on_every_rank
 from oracle.world import nodes_of_sizes
 
 from horovod_topk.config import EXCHANGES
-from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.exchange.membership import check_elastic
+from horovod_topk.core.exchange.protocol import Exchange
 from horovod_topk.core.exchange.selection import (
     SECOND_SELECTION,
     choose,

@@ -70,9 +70,10 @@ def waiting(world: World) -> dict[str, NDArray[Any]]:
     """Mean of the ranks' residuals, and the owners' where their elements lie, in units of it."""
     total = {name: np.zeros(n) for name, n in SIZES.items()}
     exchange = world.ranks[0].exchange
-    share = 1 if exchange.keeps else 1 / world.size  # owners of nodes keep parts of sums
+    keeps = exchange.kind != "hierarchical"
+    share = 1 if keeps else 1 / world.size  # owners of nodes keep parts of sums
     for name, sums in total.items():
-        if exchange.keeps:
+        if keeps:
             sums += np.mean([one[name].astype(np.float64) for one in world.residuals()], 0)
         for own, compressor in zip(world.owned(), world.ranks, strict=False):
             part, parts = compressor.exchange.part, exchange.parts

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from horovod_topk import cli
-from horovod_topk.cli.models import known_specs
+from horovod_topk.cli.models import specs_of
 from horovod_topk.cli.options import MOST_LOCAL, MOST_RANKS
 from horovod_topk.core.plan.buckets import make_plan
 from horovod_topk.methods import METHODS
@@ -115,7 +115,7 @@ def test_the_adapter_plans_the_same_for_a_tensor_that_is_not_on_the_cpu(
     torch = pytest.importorskip("torch")
     pytest.importorskip("horovod.torch")
     spec_of = importlib.import_module("horovod_topk.torch_training.gradients").spec_of
-    known = known_specs("resnet18")
+    known = specs_of("resnet18")
     specs = [spec_of(spec.name, torch.empty(spec.shape, device="meta")) for spec in known]
     buckets = make_plan(specs, TopK(ratio=0.01, values="float32")).buckets
     cli.main(["bytes", "--ratio", "0.01", "--model", "resnet18", "--device", "cuda"])

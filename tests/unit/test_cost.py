@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from horovod_topk.cli.models import known_specs
-from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.cli.models import specs_of
 from horovod_topk.core.exchange.announcing import announced_bytes
+from horovod_topk.core.exchange.protocol import ring_allreduce_bytes
 from horovod_topk.core.plan import shards
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes
@@ -48,7 +48,7 @@ KERNELS = Kernels(encode=5e-10, clear=2e-10, decode=3e-9, multiply=2e-10, triad=
 NETWORK = Network(bandwidth=1e9, latency=5e-5, overhead=1e-3)
 MACHINE = Machine(NETWORK, KERNELS)
 APART, TOGETHER = nodes_of(8, 1), nodes_of(8, 4)
-SPECS = known_specs("resnet18")
+SPECS = specs_of("resnet18")
 CONFIG = TopK(ratio=0.01, values="float32")
 ONE = [TensorSpec("w", (10_000,), "float32")]
 TRAINING = Training(compute=0.0625)

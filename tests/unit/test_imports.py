@@ -79,7 +79,6 @@ ROOMS = {
     "metrics": ".__version__ .core.run.stats .errors .reporting",
     "metrics/tensorboard.py": ".core.run.stats .metrics .schedules tensorboard",
     "metrics/prometheus.py": ".__version__ .core.run.stats .guard prometheus_client",
-    "mpi.py": ".core.exchange.protocol .core.plan.nodes mpi4py numpy",
     "process_sets.py": ".core.plan.nodes horovod.common",
     "cost": ".config .core .errors .methods .ops",
     "cli": (

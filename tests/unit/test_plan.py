@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.jobs import Job, jobs
 
-from horovod_topk.cli.models import resnet50_specs
-from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.cli.models import specs_of
+from horovod_topk.core.exchange.protocol import ring_allreduce_bytes
 from horovod_topk.core.plan import buckets as planning
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.cost.traffic import exchange_of, nodes_of
@@ -164,7 +164,7 @@ def test_sections_follow_one_another_without_overlap(job: Job) -> None:
     for bucket in job.plan.buckets:
         sections = [(0, 24), (bucket.layout.flags_at, bucket.layout.flags_bytes)]
         kind = bucket.config.value_kind(bucket.residual_dtype)
-        sections += [(t.value_at, coding.value_bytes(kind, t.k)) for t in bucket.tensors]
+        sections += [(t.at, coding.value_bytes(kind, t.k)) for t in bucket.tensors]
         for kind in ("int32", "int16", "packed"):
             sections += [
                 (t.index_at, coding.index_bytes(kind, t.spec.numel, t.k))
@@ -360,7 +360,7 @@ def test_bytes_of_a_ring_allreduce(ranks: int, sent: int) -> None:
 
 def test_a_resnet50_sends_forty_times_less_on_two_ranks() -> None:
     """Against a ring allreduce, which at two ranks sends all gradients once."""
-    plan = make_plan(resnet50_specs(), PLAIN)
+    plan = make_plan(specs_of("resnet50"), PLAIN)
     elements = sum(tensor.spec.numel for tensor in plan.tensors())
     assert (sum(1 for _ in plan.tensors()), elements) == (161, 25_557_032)
     payload = sum(bucket.layout.payload_bytes for bucket in plan.buckets)

@@ -18,7 +18,7 @@ from horovod_topk import cli
 from horovod_topk.cli.compare.curves import Metric
 from horovod_topk.cli.compare.records import DONE, STOPPED, Cell, Point, Record, Store
 from horovod_topk.cli.compare.settings import CompareSettings
-from horovod_topk.cli.models import known_specs
+from horovod_topk.cli.models import specs_of
 from horovod_topk.cli.tune.report import frontier, lines, paste, verdict
 from horovod_topk.cli.tune.search import Budget, GoOn, Runs, Search
 from horovod_topk.cli.tune.space import DEFAULT, Cost, Costs, Setting, fit_to, settings
@@ -95,7 +95,7 @@ def test_every_setting_is_one_that_compare_reads_and_the_default_has_no_argument
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "none"])
 def test_bytes_and_times_are_those_of_plan(optimizer: str) -> None:
-    specs, nodes = known_specs("resnet18"), nodes_of(8, 1)
+    specs, nodes = specs_of("resnet18"), nodes_of(8, 1)
     machine = machines.read(machines.REFERENCE)
     found = Costs(specs, nodes, 600, fit_to(optimizer), machine, Training(0.05))
     dense, default = found.dense, found.of("TopKEF()")

@@ -19,6 +19,7 @@ from horovod_topk.cli.bench.methods import (
     DEFAULT_OF_TORCHRUN,
     KINDS,
     Method,
+    first_of_fsdp,
     parse_methods,
 )
 from horovod_topk.cli.doctor.finding import is_installed
@@ -127,8 +128,7 @@ def _check(args: argparse.Namespace, methods: Sequence[Method]) -> None:
             f"--idle-parameters {args.idle_parameters} with powersgd: torch's ranks abort, as its "
             "collectives meet in different orders. Leave powersgd out of --methods"
         )
-    fsdp = next((method.name for method in methods if method.is_fsdp), None)
-    if args.idle_parameters and fsdp is not None:
+    if args.idle_parameters and (fsdp := first_of_fsdp(methods)):
         raise ValueError(
             f"--idle-parameters {args.idle_parameters} with {fsdp}: FSDP2's rows have none. Leave "
             "one of the two out"

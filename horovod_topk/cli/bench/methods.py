@@ -98,10 +98,20 @@ class Method:
         return self.adapter == "fsdp" or self.kind in FSDP_KINDS
 
     @property
+    def needs_group(self) -> bool:
+        """Whether gradients are exchanged by torch's process group, also without Horovod."""
+        return self.is_ddp or self.is_fsdp
+
+    @property
     def own_momentum(self) -> float:
         """The momentum to give the optimizer, whose steps a compressor adapts; 0: none."""
         asked = {**METHODS[self.compressor].for_training, **self.settings}.get("momentum")
         return OPTIMIZERS_OWN if asked in DEFERRED["momentum"] else 0.0
+
+
+def first_of_fsdp(methods: Iterable[Method]) -> str | None:
+    """The name of the first method that FSDP2 shards for; None: there is none."""
+    return next((method.name for method in methods if method.is_fsdp), None)
 
 
 def parse_methods(text: str) -> list[Method]:

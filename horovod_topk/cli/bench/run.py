@@ -27,6 +27,7 @@ from horovod_topk.cli.bench.methods import (
     OTHER,
     TOPK,
     Method,
+    first_of_fsdp,
 )
 from horovod_topk.cli.bench.picture import check_comparable, draw
 from horovod_topk.cli.bench.ranks import HorovodRanks, Ranks, TorchRanks
@@ -77,7 +78,7 @@ def main(
         raise ValueError(f"1 rank exchanges nothing: {CURE}")
     check_comparable([*beside, _asked(args, ranks)])
     check_nodes(methods, ranks)
-    bases = [NONE, FSDP_NONE] if any(method.is_fsdp for method in methods) else [NONE]
+    bases = [NONE, FSDP_NONE] if first_of_fsdp(methods) else [NONE]
     others = (method for method in methods if method.name not in bases)
     everyone = [*(Method(name, name) for name in bases), *others]
     alone = ranks.size == ranks.local_size  # on one host, so that no packets leave a card
@@ -111,7 +112,7 @@ def over_ddp(method: Method) -> Method:
     Raises:
         ValueError: it is one of Horovod's.
     """
-    if method.is_ddp or method.is_fsdp:
+    if method.needs_group:
         return method
     if method.kind in (TOPK, OTHER):
         return replace(method, adapter="ddp")
@@ -133,8 +134,8 @@ def check_nodes(methods: Sequence[Method], ranks: Ranks) -> None:
     Raises:
         ValueError: they do.
     """
-    fsdp = next((method.name for method in methods if method.is_fsdp), None)
-    if fsdp is not None and ranks.size % (nodes := nodes_of(ranks)):
+    fsdp = first_of_fsdp(methods)
+    if fsdp and ranks.size % (nodes := nodes_of(ranks)):
         raise ValueError(
             f"--methods: {fsdp} shards within {nodes} nodes of equally many ranks, and there are "
             f"{ranks.size} ranks. Start a multiple of {nodes}"
@@ -158,7 +159,7 @@ def _of_shapes(
     """Measure steps with given gradients."""
     shared = Weights.of(specs, ranks.rank)
     with contextlib.ExitStack() as stack:
-        if by_torchrun() or any(method.is_ddp or method.is_fsdp for method in methods):
+        if by_torchrun() or any(method.needs_group for method in methods):
             stack.enter_context(ranks.process_group(interface))
         runners = {}
         for ordinal, method in enumerate(methods):

@@ -170,9 +170,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Format a table in Markdown; the first row is its head."""
-    head, *rest = rows
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rest))

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from horovod_topk.core.codec.kernels import KernelCache, codec_of
 from horovod_topk.core.codec.measures import MeasureStore, Rows
-from horovod_topk.core.codec.momentum import correct
+from horovod_topk.core.codec.momentum import NO_MOMENTS, OptimizerMoments, correct
 from horovod_topk.core.codec.withheld import Opened, Withholding
 from horovod_topk.core.plan import facts
 from horovod_topk.core.plan import payload as wire
@@ -76,25 +76,19 @@ class PayloadCodec(Generic[Array]):
         """
         self._committed, self._rank = committed, rank
 
-    def key(self, bucket: BucketPlan, position: int, rows: bool, ago: int = 0) -> Key | None:
+    def key(self, bucket: BucketPlan, position: int, ago: int = 0) -> Key | None:
         """Key of a piece's random numbers; None: the method draws none.
 
         Args:
             bucket: the piece's bucket.
             position: position of the piece in the bucket.
-            rows: whether the payloads to read are those of all ranks; else this rank's own.
             ago: steps committed since the payload was written.
         """
         method: object = bucket.config
         if not isinstance(method, Seeded):
             return None
-        written = position // len(bucket.gradients)
-
-        def writer(row: int) -> int:
-            return bucket.sender(row * bucket.writers + written) if rows else self._rank()
-
         known = method.seed, bucket.identity_of(position), self._committed() - ago
-        return Key(*known, self._rank, writer)
+        return Key(*known, self._rank)
 
     def new_payload(self, bucket: BucketPlan) -> Array:
         """Allocate a payload that has the bucket's header and is zero otherwise."""
@@ -119,24 +113,20 @@ class PayloadCodec(Generic[Array]):
         arenas: Arenas[Array],
         gradients: Sequence[Array],
         payload: Array,
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        moments: OptimizerMoments[Array] = NO_MOMENTS,
     ) -> None:
         """Fill a payload, and write the new residual to the candidate arena.
 
-        velocities: for momentum correction; they are updated.
-        squares: Adam's mean squares for the selection: one array for each gradient, of its shape
-            and any float dtype, or None. Empty: there are none.
+        moments: of the optimizer; the new velocities are written to it.
         """
-        self.encode_shards([arenas], gradients, [payload], velocities, squares)
+        self.encode_shards([arenas], gradients, [payload], moments)
 
     def encode_shards(
         self,
         arenas: Sequence[Arenas[Array]],
         gradients: Sequence[Array],
         payloads: Sequence[Array],
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        moments: OptimizerMoments[Array] = NO_MOMENTS,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients if the kernel can."""
         limits, made = self.withholding.limits, self.kernels.encoders
@@ -149,6 +139,7 @@ class PayloadCodec(Generic[Array]):
         plans = (each.plan for each in arenas)
         kernels: list[Any] = [made.get(p.fingerprint) or self.kernels.encoder(p) for p in plans]
         first: object = kernels[0]
+        velocities, squares = moments.velocities, moments.squares
         if squares and all(each is None for each in squares):
             squares = ()
         if isinstance(first, SupportsOnePass) and not arenas[0].plan.config.measured:
@@ -336,7 +327,7 @@ class PayloadCodec(Generic[Array]):
     def mask(self, arenas: Arenas[Array], payload: Array, own: Velocities[Array]) -> None:
         """Set the velocities of sent elements to 0; see `core.codec.momentum`."""
         ops, bucket = self.ops, arenas.plan
-        for position, each in self._read(bucket, payload, rows=False).items():
+        for position, each in self._read(bucket, payload).items():
             if each.index is not None:
                 piece = bucket.tensors[position]
                 at = self._in_gradient(bucket, piece, ops.row(each.index, 0))
@@ -354,7 +345,7 @@ class PayloadCodec(Generic[Array]):
             before, after = after, before
         whole = ops.clone(after)
         if not self._add_by_kernel(whole, bucket, payload):
-            read = self._read(bucket, payload, rows=False, ago=int(committed))
+            read = self._read(bucket, payload, int(committed))
             for position, each in read.items():
                 piece = bucket.tensors[position]
                 ops.accumulate(self._slice(whole, piece), each.index, each.values)
@@ -387,7 +378,7 @@ class PayloadCodec(Generic[Array]):
         no device.
         """
         ops, differences, candidate = self.ops, list[Array](), arenas.candidate
-        for position, each in self._read(arenas.plan, payload, rows=False).items():
+        for position, each in self._read(arenas.plan, payload).items():
             left = self._slice(candidate, arenas.plan.tensors[position])
             if each.index is not None:
                 left = ops.take(left, ops.row(each.index, 0))
@@ -443,17 +434,15 @@ class PayloadCodec(Generic[Array]):
             announced = Announced(own, ops.load(own, count, 0, count) if count else own)
         if square is not None and bucket.parts > 1:
             square = ops.shard(square, bucket.parts, piece.first)
-        context = Context(self.key(bucket, position, rows=False), square, announced)
+        context = Context(self.key(bucket, position), square, announced)
         return method.encode(ops, bucket, piece, values, context)
 
-    def _read(
-        self, bucket: BucketPlan, gathered: Array, *, rows: bool = True, ago: int = 0
-    ) -> dict[int, Read[Array]]:
+    def _read(self, bucket: BucketPlan, gathered: Array, ago: int = 0) -> dict[int, Read[Array]]:
         """Decode each non-empty piece of gathered payloads, by its position; see `key`."""
         ops, method, read = self.ops, codec_of(bucket), {}
         for position, piece in enumerate(bucket.tensors):
             if piece.numel:
-                context = Context[Array](self.key(bucket, position, rows, ago))
+                context = Context[Array](self.key(bucket, position, ago))
                 read[position] = method.decode(ops, bucket, piece, gathered, context)
         return read
 
@@ -532,7 +521,7 @@ class PayloadCodec(Generic[Array]):
 
     def _streams(self, bucket: BucketPlan) -> list[Stream]:
         """Streams of a kernel's random numbers, one a piece; empty if the method draws none."""
-        keys = (self.key(bucket, position, rows=False) for position in range(len(bucket.tensors)))
+        keys = (self.key(bucket, position) for position in range(len(bucket.tensors)))
         return [key.own for key in keys if key is not None]
 
     def _slice(self, arena: Array, piece: Any) -> Array:

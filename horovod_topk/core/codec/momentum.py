@@ -21,7 +21,8 @@ Velocities are kept, committed and rolled back as residuals are, in two arenas a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
 from horovod_topk.core.state.residual import Arenas
@@ -30,6 +31,19 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
+
+
+@dataclass(frozen=True)
+class OptimizerMoments(Generic[Array]):
+    """The moments of an optimizer with which a bucket is sent; by default none."""
+
+    velocities: Velocities[Array] | None = None  # for momentum correction; they are updated
+    # Adam's mean squares, to select by: for each gradient an array of its shape and any float
+    # dtype, or None. Empty: there are none.
+    squares: Sequence[Array | None] = ()
+
+
+NO_MOMENTS: OptimizerMoments[Any] = OptimizerMoments()
 
 
 def velocities(

@@ -2,23 +2,3 @@
 
 `core.exchange.selection` makes the exchange that a setting names.
 """
-
-from horovod_topk.core.exchange.protocol import (
-    BucketExchange,
-    Collective,
-    Exchange,
-    Pending,
-    Storage,
-    Traffic,
-    ring_allreduce_bytes,
-)
-
-__all__ = [
-    "BucketExchange",
-    "Collective",
-    "Exchange",
-    "Pending",
-    "Storage",
-    "Traffic",
-    "ring_allreduce_bytes",
-]

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Mapping
 from typing import TypeVar
 
-from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.meeting import Meets
+from horovod_topk.core.exchange.protocol import Collective
 from horovod_topk.core.plan import payload
 from horovod_topk.core.plan.buckets import Plan, digest
 from horovod_topk.errors import PlanMismatchError

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from horovod_topk.core.codec.codec import PayloadCodec
+from horovod_topk.core.codec.momentum import NO_MOMENTS, OptimizerMoments
 from horovod_topk.core.exchange.announcing import Encoder, announced_bytes
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
@@ -19,7 +20,6 @@ from horovod_topk.core.exchange.protocol import (
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.errors import TopKError
-from horovod_topk.ops import Velocities
 
 Array = TypeVar("Array")
 
@@ -66,21 +66,16 @@ class AllgatherBucket(BucketExchange[Array]):
         self.stages = self._encoder.stages
 
     def send(
-        self,
-        gradients: Sequence[Array],
-        name: str,
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        self, gradients: Sequence[Array], name: str, moments: OptimizerMoments[Array] = NO_MOMENTS
     ) -> None:
         """`BucketExchange.send`."""
         if self._unwanted:
             wait_for_dropped(self._unwanted)
         self._name = name
         if self.stages:
-            self._encoder.begin(gradients, name, velocities, squares)
+            self._encoder.begin(gradients, name, moments)
             return
-        own = [self._arenas], gradients, [self._payload]
-        self._codec.encode_shards(*own, velocities, squares)
+        self._codec.encode_shards([self._arenas], gradients, [self._payload], moments)
         self._pending = self._collective.allgather(self._payload, name)
 
     def advance(self) -> None:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TypeVar
 
 from horovod_topk.core.codec.codec import PayloadCodec
-from horovod_topk.core.codec.momentum import correct
+from horovod_topk.core.codec.momentum import NO_MOMENTS, OptimizerMoments, correct
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Collective,
@@ -35,7 +35,6 @@ from horovod_topk.core.exchange.protocol import (
 from horovod_topk.core.plan.buckets import WIDTH, BucketPlan, Plan
 from horovod_topk.core.state.residual import as_row
 from horovod_topk.errors import PlanMismatchError
-from horovod_topk.ops import Velocities
 from horovod_topk.ops.coding import value_bytes
 
 Array = TypeVar("Array")
@@ -47,7 +46,7 @@ LANES = PARTS + 1  # before the measures
 class AllreduceExchange(Exchange[Array]):
     """Dense gradients, or the arrays of a round, are summed by Horovod's own allreduce."""
 
-    kind, keeps = "allreduce", False
+    kind = "allreduce"
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """No plan: there are no residuals."""
@@ -89,16 +88,12 @@ class AllreduceBucket(BucketExchange[Array]):
         self._array = ops.zeros(size, bucket.residual_dtype, bucket.device)
 
     def send(
-        self,
-        gradients: Sequence[Array],
-        name: str,
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        self, gradients: Sequence[Array], name: str, moments: OptimizerMoments[Array] = NO_MOMENTS
     ) -> None:
         """`BucketExchange.send`."""
         ops, bucket = self._ops, self._bucket
         wait_for_dropped(self._unwanted)
-        gradients = correct(gradients, velocities, ops)
+        gradients = correct(gradients, moments.velocities, ops)
         for piece, gradient in zip(bucket.tensors, gradients, strict=True):
             if piece.numel:
                 ops.split_shards(gradient, [0], [ops.view(self._array, piece.start, piece.stop)])

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from horovod_topk.core.codec.codec import PayloadCodec
-from horovod_topk.core.codec.momentum import correct
+from horovod_topk.core.codec.momentum import NO_MOMENTS, OptimizerMoments, correct
 from horovod_topk.core.exchange.protocol import Collective, Pending, plan_of_arrays
 from horovod_topk.core.plan.buckets import BucketPlan
 from horovod_topk.core.state.residual import Arenas
@@ -28,7 +28,6 @@ from horovod_topk.methods.protocol import (
     AnnouncingCodec,
     numbers_of,
 )
-from horovod_topk.ops import Velocities
 
 Array = TypeVar("Array")
 
@@ -99,23 +98,18 @@ class Encoder(Generic[Array]):
         return self._pending is not None
 
     def begin(
-        self,
-        gradients: Sequence[Array],
-        name: str,
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        self, gradients: Sequence[Array], name: str, moments: OptimizerMoments[Array] = NO_MOMENTS
     ) -> None:
         """Fill the payloads, or start to send the announcements that this needs.
 
-        velocities: for momentum correction; the new velocities are written to it.
-        squares: Adam's mean squares to select by; see `PayloadCodec.encode`.
+        moments: as in `BucketExchange.send`.
         """
         codec = self._codec
         if self._plan is None or self._collective is None:
-            codec.encode_shards(self._arenas, gradients, self._payloads, velocities, squares)
+            codec.encode_shards(self._arenas, gradients, self._payloads, moments)
             return
-        self._squares, self._velocities = squares, velocities
-        gradients = correct(gradients, velocities, self._ops)
+        self._moments = moments
+        gradients = correct(gradients, moments.velocities, self._ops)
         pieces = range(len(self._plan.tensors))
         self._own, self._checked = list[list[Array]](), list[list[Array]]()
         self._opened = [codec.withholding.open(each, gradients) for each in self._arenas]
@@ -133,21 +127,21 @@ class Encoder(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: a rank has sent something other than an announcement.
         """
-        codec, ops = self._codec, self._ops
+        codec, ops, moments = self._codec, self._ops, self._moments
         announced, flags = self._wait()
         for shard, (each, payload) in enumerate(zip(self._arenas, self._payloads, strict=True)):
             sent = []
             for position, piece in enumerate(each.plan.tensors):
                 values = ops.view(each.candidate, piece.start, piece.stop)
-                square = self._squares[piece.gradient] if self._squares else None
+                square = moments.squares[piece.gradient] if moments.squares else None
                 numbers = announced[shard][position]
                 one = codec.encode_piece(each.plan, position, values, square, numbers)
                 sent.append(replace(one, checked=self._checked[shard][position]))
             codec.write(each, payload, sent)
             if not isinstance(flags, list):  # a graph cannot raise: pass the flags on to all ranks
                 ops.store_flags(payload, each.plan.layout.flags_at, flags)
-            if self._velocities is not None:
-                codec.mask(each, payload, self._velocities)
+            if moments.velocities is not None:
+                codec.mask(each, payload, moments.velocities)
         codec.seal(self._opened, self._payloads)
 
     def drain(self) -> bool:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from horovod_topk.core.codec.codec import PayloadCodec
+from horovod_topk.core.codec.momentum import NO_MOMENTS, OptimizerMoments
 from horovod_topk.core.exchange.announcing import Encoder, announced_bytes, announcement
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
@@ -44,7 +45,6 @@ from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.plan.shards import NodePlan, first_block, shard_sums
 from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import TopKError
-from horovod_topk.ops import Velocities
 
 Array = TypeVar("Array")
 
@@ -88,7 +88,7 @@ class HierarchicalExchange(Exchange[Array]):
         because: `Exchange.because`.
     """
 
-    kind, keeps = "hierarchical", False
+    kind = "hierarchical"
 
     def __init__(
         self, collective: Collective[Array], groups: Groups[Array], because: str = ""
@@ -237,11 +237,7 @@ class HierarchicalBucket(BucketExchange[Array]):
         self._gathered: Pending[Array] | None = None
 
     def send(
-        self,
-        gradients: Sequence[Array],
-        name: str,
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        self, gradients: Sequence[Array], name: str, moments: OptimizerMoments[Array] = NO_MOMENTS
     ) -> None:
         """`BucketExchange.send`."""
         self._name = name

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.core.exchange import Collective, Pending
+from horovod_topk.core.exchange.protocol import Collective, Pending
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.ops import Ops
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from horovod_topk.core.codec.codec import PayloadCodec
+from horovod_topk.core.codec.momentum import NO_MOMENTS, OptimizerMoments
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, lay_out
 from horovod_topk.core.plan.nodes import Location, Nodes
 from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.errors import TensorTooLargeError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import Piece
-from horovod_topk.ops import Velocities
 
 Array = TypeVar("Array")
 Received = TypeVar("Received", covariant=True)
@@ -147,16 +147,11 @@ class BucketExchange(abc.ABC, Generic[Array]):
 
     @abc.abstractmethod
     def send(
-        self,
-        gradients: Sequence[Array],
-        name: str,
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        self, gradients: Sequence[Array], name: str, moments: OptimizerMoments[Array] = NO_MOMENTS
     ) -> None:
         """Encode gradients and start the first collective; writes no gradient and no residual.
 
-        velocities: for momentum correction; the new velocities are written to it.
-        squares: Adam's mean squares to select by; see `PayloadCodec.encode`.
+        moments: of the optimizer; the new velocities are written to it.
         """
 
     def advance(self) -> None:  # most exchanges have a single stage
@@ -263,11 +258,6 @@ class Exchange(abc.ABC, Generic[Array]):
     def owner(self) -> Mapping[str, object]:
         """The owner of this rank's shards: rank, number of ranks and nodes, for state dicts."""
         return {"ranks": self.ranks, "rank": self.rank}
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a rank keeps residuals of its own gradients."""
-        return True
 
     @property
     def parts(self) -> int:

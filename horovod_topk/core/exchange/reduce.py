@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from horovod_topk.core.codec.codec import PayloadCodec
-from horovod_topk.core.codec.momentum import correct
+from horovod_topk.core.codec.momentum import NO_MOMENTS, OptimizerMoments, correct
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
     Exchange,
@@ -44,7 +44,6 @@ from horovod_topk.methods.protocol import (
     StateSpec,
     Work,
 )
-from horovod_topk.ops import Velocities
 
 Array = TypeVar("Array")
 
@@ -160,16 +159,12 @@ class ReducedBucket(BucketExchange[Array]):
         self._works: list[Work[Array]] = []
 
     def send(
-        self,
-        gradients: Sequence[Array],
-        name: str,
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        self, gradients: Sequence[Array], name: str, moments: OptimizerMoments[Array] = NO_MOMENTS
     ) -> None:
         """`BucketExchange.send`: the first round."""
         ops, arenas = self._ops, self._arenas
         self._name, self._flags, self._works = name, None, []
-        gradients = correct(gradients, velocities, ops)
+        gradients = correct(gradients, moments.velocities, ops)
         self._opened = self._codec.withholding.open(arenas, gradients)
         arenas = self._opened.arenas
         pairs = zip(self._bucket.tensors, gradients, strict=True)
@@ -177,7 +172,7 @@ class ReducedBucket(BucketExchange[Array]):
             values = ops.view(arenas.candidate, piece.start, piece.stop)
             residual = ops.view(arenas.residual, piece.start, piece.stop)
             checked = ops.compensate(residual, gradient, values)
-            key = self._codec.key(self._bucket, position, rows=False)
+            key = self._codec.key(self._bucket, position)
             self._works.append(Work(values, checked, self._state_of(piece), key=key))
         self._start(0)
 

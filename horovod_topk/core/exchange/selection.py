@@ -7,12 +7,12 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from horovod_topk.core.exchange import Collective, Exchange
 from horovod_topk.core.exchange.agreement import gather_bytes
 from horovod_topk.core.exchange.allgather import Allgather
 from horovod_topk.core.exchange.allreduce import AllreduceExchange
 from horovod_topk.core.exchange.hierarchical import Groups, HierarchicalExchange
 from horovod_topk.core.exchange.membership import elastic
+from horovod_topk.core.exchange.protocol import Collective, Exchange
 from horovod_topk.core.exchange.reduce import ReduceExchange
 from horovod_topk.core.exchange.sharded import ShardedExchange
 from horovod_topk.core.plan.buckets import Plan

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from horovod_topk.core.codec.codec import PayloadCodec
+from horovod_topk.core.codec.momentum import NO_MOMENTS, OptimizerMoments
 from horovod_topk.core.exchange.announcing import Encoder, announced_bytes
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
@@ -23,7 +24,6 @@ from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.plan.shards import ShardedPlan, shard
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.errors import TopKError
-from horovod_topk.ops import Velocities
 
 Array = TypeVar("Array")
 
@@ -140,18 +140,13 @@ class ShardedBucket(BucketExchange[Array]):
         self._squares: Sequence[Array | None] = ()  # Adam's mean squares, until sums are encoded
 
     def send(
-        self,
-        gradients: Sequence[Array],
-        name: str,
-        velocities: Velocities[Array] | None = None,
-        squares: Sequence[Array | None] = (),
+        self, gradients: Sequence[Array], name: str, moments: OptimizerMoments[Array] = NO_MOMENTS
     ) -> None:
         """`BucketExchange.send`."""
         if self._aborted:
             self._wait_for_dropped()
-        self._name = name
-        self._squares = squares
-        self._encoder.begin(gradients, name, velocities, squares)
+        self._name, self._squares = name, moments.squares
+        self._encoder.begin(gradients, name, moments)
         if not self._encoder.waits:
             self._scattered = self._scatter()
 
@@ -174,7 +169,8 @@ class ShardedBucket(BucketExchange[Array]):
             self._codec.flag_all(self._owned.plan, self._back)
             self._pending = self._gather()
             raise
-        self._codec.encode(self._owned, self._totals, self._back, squares=self._own_squares())
+        own = OptimizerMoments(squares=self._own_squares())
+        self._codec.encode(self._owned, self._totals, self._back, own)
         if not isinstance(flags, list):  # a graph cannot raise: pass the flags on to all ranks
             self._ops.store_flags(self._back, self._owned.plan.layout.flags_at, flags)
         self._pending = self._gather()

@@ -31,7 +31,12 @@ from horovod_topk.core.run.substitute import (
     horovods,
     substitute,
 )
-from horovod_topk.errors import AdapterImportError, ConfigError, NotAttachedError
+from horovod_topk.errors import (
+    AdapterImportError,
+    ConfigError,
+    NotAttachedError,
+    OutsideOptimizerError,
+)
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ratios import Predicate
 
@@ -150,6 +155,21 @@ class BaseCompressor(abc.ABC):
         return types.new_class(name, (cls,), {"method": METHODS[name]}, lambda ns: ns.update(body))
 
     @classmethod
+    def module_functions(
+        cls, module: dict[str, Any]
+    ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+        """`__getattr__` and `__dir__` of an adapter: each compressor is made when it is imported.
+
+        module: the adapter's `globals()`.
+        """
+
+        def find(name: str) -> Any:
+            module[name] = made = cls.named(name, module["__name__"])
+            return made
+
+        return find, lambda: sorted({*module, *METHODS})
+
+    @classmethod
     def asked(cls, compression: object) -> Self | None:
         """Return the compressor of this package that was passed as `compression=`, if it is one.
 
@@ -255,6 +275,39 @@ class BaseCompressor(abc.ABC):
     @abc.abstractmethod
     def _living_states(self) -> Sequence[Attached[Any]]:
         """States of the optimizers that use this instance, oldest first."""
+
+
+class OverHorovod(BaseCompressor):
+    """A compressor that users pass to Horovod, with the methods of Horovod's own compressors."""
+
+    horovod: ClassVar[Any]  # its module for the framework
+    takers: ClassVar[str]  # what takes this compressor, for an error
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """Refuse to compress a single tensor: a tensor outside an optimizer has no residual.
+
+        Where the environment asks for Horovod's own compression, it compresses the tensor.
+
+        Raises:
+            OutsideOptimizerError: otherwise.
+        """
+        if name := horovods():
+            return getattr(cls.horovod.Compression, name).compress(tensor)  # type: ignore[no-any-return]
+        raise OutsideOptimizerError(
+            f"TopKEF was asked to compress one tensor of shape {list(tensor.shape)} by itself",
+            cure=f"Pass it to {cls.takers}, not to hvd.allreduce",
+        )
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: object) -> Any:
+        """Return the tensor as it is: gradients are decoded before Horovod calls this.
+
+        Where the environment asks for Horovod's own compression, it decompresses the tensor.
+        """
+        if name := horovods():
+            return getattr(cls.horovod.Compression, name).decompress(tensor, ctx)
+        return tensor
 
 
 def call(name: str, settings: Mapping[str, object]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
-from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.exchange.probe import Probed
+from horovod_topk.core.exchange.protocol import Exchange, Traffic
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.run.stats import (
     NormSample,

@@ -18,9 +18,9 @@ from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.measures import EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.codec.momentum import check_dtypes
 from horovod_topk.core.control.allocation import Allocator, is_due
-from horovod_topk.core.exchange import Exchange, Storage, Traffic
 from horovod_topk.core.exchange.meeting import Meets
 from horovod_topk.core.exchange.probe import Probe, Probed
+from horovod_topk.core.exchange.protocol import Exchange, Storage, Traffic
 from horovod_topk.core.exchange.reduce import Whole, declared, state_plan
 from horovod_topk.core.exchange.selection import dense_beside
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
@@ -226,21 +226,9 @@ class StepRunner(State[Array]):
         """Bytes that this rank sends in each step."""
         return self.exchange.traffic(self.plan)
 
-    def residual_norm(self) -> float:
-        """Euclidean norm of this rank's residuals. Waits for the device."""
-        return self.norm(RESIDUALS)
-
-    def owned_norm(self) -> float:
-        """Euclidean norm of the owner's residuals; 0 without them. Waits for the device."""
-        return self.norm(OWNED)
-
     def norm_of(self, name: str) -> float:
         """Euclidean norm of one tensor's residual and owner's residual. Waits for the device."""
         return math.hypot(*(self._ops.norm(each.residual(name)) for each in self._sent()))
-
-    def gradient_norm(self) -> float:
-        """Euclidean norm of the gradients launched last. Waits for the device."""
-        return math.sqrt(self.squares().gradient)
 
     def squares(self) -> Squares:
         """`State.squares`."""

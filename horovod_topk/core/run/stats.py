@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from horovod_topk.core.exchange import Exchange
+from horovod_topk.core.exchange.protocol import Exchange
 from horovod_topk.core.exchange.reduce import declared, state_plan
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.state.named_state import NamedState

@@ -26,10 +26,10 @@ from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.measures import HOST, own_measures, total_of
-from horovod_topk.core.codec.momentum import velocities_of
+from horovod_topk.core.codec.momentum import OptimizerMoments, velocities_of
 from horovod_topk.core.codec.withheld import Limits
-from horovod_topk.core.exchange import BucketExchange, Exchange, Storage
 from horovod_topk.core.exchange.probe import Probe
+from horovod_topk.core.exchange.protocol import BucketExchange, Exchange, Storage
 from horovod_topk.core.exchange.reduce import declared
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
 from horovod_topk.core.run.follower import Follower, FollowerArenas, Followers
@@ -157,7 +157,8 @@ class Step(Generic[Array]):
         own = None
         if bucket.velocity is not None:
             own = velocities_of(bucket.plan.config, bucket.velocity, self._ops)
-        bucket.exchange.send(gradients, f"{self.name}.{ordinal}", own, squares)
+        moments = OptimizerMoments(own, squares)
+        bucket.exchange.send(gradients, f"{self.name}.{ordinal}", moments)
         self.sent.add(ordinal)
         timer.compressing += time.perf_counter() - timer.exposed - began
 

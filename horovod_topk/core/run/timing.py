@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from horovod_topk.core.exchange import Collective
+from horovod_topk.core.exchange.protocol import Collective
 
 Array = TypeVar("Array")
 

@@ -375,6 +375,20 @@ def test_what_is_in_vain_changes_no_bit() -> None:
     assert_same(training.snapshot(both[0]), training.snapshot(alone[0]))
 
 
+@pytest.mark.horovod
+def test_a_gradient_that_came_before_an_exchange_in_vain_and_not_after() -> None:
+    """Each tensor has its own bucket, so that no other one's end exchanges the head's zeros."""
+    setup = Setup(Linear, sgd, groups=lambda task: [[task.body], [task.head]])
+    task = setup.task()
+    optimizer = setup.distributed(task, sparse(ratio=1.0))
+    exchange(task, optimizer, 0)
+    optimizer.zero_grad()
+    (task.body * gradients(hvd.rank(), 1)[0]).sum().backward()
+    optimizer.step()
+    assert task.body.any()
+    assert not task.head.any()
+
+
 def test_healthy_runs_and_single_skips_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     task, optimizer = build(sparse())
     with warnings_of(optimizer, caplog) as found:

@@ -13,7 +13,7 @@ from horovod_topk.core.plan.nodes import Location
 
 def place(monkeypatch: pytest.MonkeyPatch, location: Location) -> None:
     """Have this rank say that it runs there."""
-    monkeypatch.setattr("horovod_topk.process_sets.location", lambda rank, local: location)
+    monkeypatch.setattr("horovod_topk.process_sets.here", lambda rank, local: location)
 
 
 def begin() -> None:

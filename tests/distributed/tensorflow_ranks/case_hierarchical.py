@@ -26,7 +26,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     first = -(-hvd.size() // 2)
     nodes = [list(range(first)), list(range(first, hvd.size()))]
     here = Location("host", 0, int(hvd.rank() >= first))
-    monkeypatch.setattr("horovod_topk.process_sets.location", lambda rank, local: here)
+    monkeypatch.setattr("horovod_topk.process_sets.here", lambda rank, local: here)
     return nodes
 
 

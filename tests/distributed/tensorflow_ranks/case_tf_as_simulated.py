@@ -61,5 +61,5 @@ def test_each_step_is_that_of_simulated_ranks(
     row: Row, graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Location("host", 0, int(hvd.rank() >= -(-hvd.size() // 2)))
-    monkeypatch.setattr("horovod_topk.process_sets.location", lambda rank, local: here)
+    monkeypatch.setattr("horovod_topk.process_sets.here", lambda rank, local: here)
     assert_as_simulated(partial(Taped, row, graph), row, hvd.rank(), hvd.size())

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from horovod_topk.config import fields_of
 from horovod_topk.core.codec.codec import PayloadCodec
-from horovod_topk.core.exchange import Exchange as Route
-from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
 from horovod_topk.core.exchange.loopback import Loopback
+from horovod_topk.core.exchange.protocol import Exchange as Route
+from horovod_topk.core.exchange.protocol import Traffic, ring_allreduce_bytes
 from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.plan.buckets import Plan, make_plan
 from horovod_topk.core.plan.nodes import Location, Nodes

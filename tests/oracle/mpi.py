@@ -1,12 +1,6 @@
 """mpi4py as a collective: runs the core with plain `mpirun`, without Horovod.
 
-    from mpi4py import MPI
-    from horovod_topk.mpi import MpiCollective
-
-    exchange = Allgather(MpiCollective(MPI.COMM_WORLD))
-
-It serves to check the adapters against an implementation that shares no code with Horovod. Arrays
-are NumPy's; it needs mpi4py and NumPy: `pip install -e '.[mpi]'`.
+Adapters are checked against it, as it shares no code with Horovod. Arrays are NumPy's.
 """
 
 from __future__ import annotations
