@@ -131,10 +131,12 @@ class BackwardHooks(steps.Hooks):
 
     Attributes:
         is_registered: returns whether the adapter hears of gradients.
+        model: returns the module whose gradients they are, or None if it was deleted.
     """
 
     refusals: ClassVar[Refusals]
     is_registered: Callable[[], bool]  # set by the adapter
+    model: Callable[[], Any]  # set by the adapter
     _applied = -1  # number of exchanges when the present step began to apply them; -1: no step
 
     def watch(self, optimizer: Any, accumulations: Any) -> None:
@@ -162,7 +164,7 @@ class BackwardHooks(steps.Hooks):
 
         Zeros are accepted: checkpoint libraries step on zero gradients to create optimizer states.
         """
-        steps.check_all_are_known(optimizer, self.buckets.slots, {})
+        steps.check_all_are_known(optimizer, self.buckets.slots, self._names)
         slots = self.buckets.slots.values()
         gradients = [slot.gradient for slot in slots if slot.gradient is not None]
         if not any(slot.exchanged for slot in slots) and any(map(torch.any, gradients)):
@@ -170,10 +172,18 @@ class BackwardHooks(steps.Hooks):
             if 0 < len(missing) < len(slots):
                 problem, cure = self.refusals.incomplete
                 raise StepBeforeSynchronizeError(problem, cure=cure, tensor=missing[0])
+            for slot in slots:
+                if slot.gradient is not None:
+                    slot.check_matches(slot.gradient)
             never = self.refusals.local if self.is_registered() else self.refusals.never
             problem, cure = self.refusals.not_now if self.buckets.exchanges else never
             raise StepBeforeSynchronizeError(problem, cure=cure)
         self._applied = self.buckets.exchanges
+
+    def _names(self) -> Mapping[Any, str]:
+        """Names of the module's parameters, trained or not."""
+        module = self.model()
+        return {} if module is None else {p: name for name, p in module.named_parameters()}
 
     def launch(self, ordinal: int) -> None:
         """Compress a complete bucket and start its exchange."""

@@ -22,6 +22,7 @@ from horovod_topk.errors import (
     NotAttachedError,
     PlanMismatchError,
     RepeatedSynchronizeError,
+    ShapeChangedError,
     StepBeforeSynchronizeError,
     UnsupportedDtypeError,
     UnsupportedOperationError,
@@ -491,6 +492,38 @@ def test_a_model_wrapped_anew_steps_while_the_old_one_is_there() -> None:
 
     other.step(closure)
     assert adapter.TopKEF.of(model).stats().steps == TopKEF.of(optimizer).stats().steps == 1
+
+
+def test_an_optimizer_goes_on_with_a_model_wrapped_anew() -> None:
+    """As where a layer is trained from a later step on; the first model is there no more."""
+    task = Setup().task()
+    task.net[0].weight.requires_grad_(False)
+    optimizer = training.adamw(task.parameters())
+    for _ in range(2):
+        model = DistributedDataParallel(task)
+        TopKEF(**SPARSE).attach(model, optimizer)
+        for step in range(2):
+            take(model, optimizer, step)
+        assert adapter.TopKEF.of(model).stats().steps == 2
+        task.net[0].weight.requires_grad_(True)
+    assert optimizer.state[task.net[0].bias]["step"] == 4
+    assert_ranks_equal(task.parameters())
+
+
+def test_a_model_that_is_converted_too_late() -> None:
+    """DistributedDataParallel exchanges nothing from then on, and does not say so."""
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    task.to(torch.float64)
+    optimizer.zero_grad()
+    task.net(torch.ones(8, 20, dtype=torch.float64)).square().mean().backward()
+    with pytest.raises(ShapeChangedError, match=r"float64 on cpu, its residual .*float32"):
+        optimizer.step()
+    model = DistributedDataParallel(Setup().task())
+    model.to(torch.float64)
+    with pytest.raises(ConfigError, match=r"net.*float32 when .*float64 now.*model.module"):
+        TopKEF(**SPARSE).attach(model, training.sgd(model.parameters()))
 
 
 @pytest.mark.parametrize(
