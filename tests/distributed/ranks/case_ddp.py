@@ -507,6 +507,8 @@ def test_an_optimizer_goes_on_with_a_model_wrapped_anew() -> None:
         assert adapter.TopKEF.of(model).stats().steps == 2
         task.net[0].weight.requires_grad_(True)
     assert optimizer.state[task.net[0].bias]["step"] == 4
+    with pytest.raises(ConfigError, match="AdamW has a compressor attached"):
+        adapter.LocalSteps(optimizer, task.named_parameters())
     assert_ranks_equal(task.parameters())
 
 
