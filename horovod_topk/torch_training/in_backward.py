@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -77,10 +77,11 @@ class BackwardState(TrainingState):
         names: Mapping[Tensor, str],
         compressor: TrainingCompressor,
         group: dist.ProcessGroup,
-        groups: Iterable[Sequence[Tensor]] | None,
+        groups: Sequence[Sequence[Tensor]] | None,
         before: BackwardState | None,
     ) -> list[Any]:
         """Agree on the plans of all optimizers, and inherit the residuals of a state before."""
+        check_groups(groups)
         each: list[Any] = []
         for optimizer in optimizers:
             made = optimizer, names, compressor, GroupCollective(group), "average"
@@ -114,6 +115,21 @@ class BackwardState(TrainingState):
 def listed(optimizer: Any) -> Sequence[Any]:
     """Return a list of optimizers, given one optimizer or several."""
     return optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+
+
+def check_groups(groups: Any) -> None:
+    """Refuse what would be read as groups without any parameter, such as a list of parameters.
+
+    Raises:
+        ConfigError: it is no list of lists.
+    """
+    lists = groups if isinstance(groups, list | tuple) else [] if groups is None else [groups]
+    wrong = next((each for each in lists if not isinstance(each, list | tuple)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"groups= has a {type(wrong).__name__} in the place of a list of parameters",
+            cure="Pass the parameters that are sent together, as in groups=[[a.weight, a.bias]]",
+        )
 
 
 @dataclass(frozen=True)
@@ -251,13 +267,22 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[Tensor, str]) -> 
                 )
             stepped[p] = optimizer
     missing = next((name for p, name in names.items() if p not in stepped), None)
-    if missing is not None or any(p.requires_grad and p not in names for p in stepped):
+    if missing is not None:
         raise ConfigError(
-            "the optimizer has not all parameters that the model trains, or has others",
+            "the model trains it, and no optimizer has it",
             tensor=missing,
             cure="Attach all optimizers of a model at once, as a list: "
             "TopKEF().attach(model, [muon, adamw]). Set requires_grad=False for what is not "
             "trained before the model is distributed",
+        )
+    other = next((p for p in stepped if p.requires_grad and p not in names), None)
+    if other is not None:
+        raise ConfigError(
+            f"{type(stepped[other]).__name__} trains it, and the distributed model does not: no "
+            "gradient of it is exchanged",
+            tensor=f"of shape {list(other.shape)}",
+            cure="Make it a part of the module before that is distributed, or step it by an "
+            "optimizer of its own",
         )
 
 

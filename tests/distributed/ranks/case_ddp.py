@@ -713,13 +713,27 @@ def test_fsdp_is_refused() -> None:
         TopKEF().attach(nn.Linear(2, 2), training.sgd([nn.Parameter(torch.zeros(2))]))
 
 
-@pytest.mark.parametrize("chosen", [slice(1, None), slice(None)], ids=["fewer", "more"])
-def test_an_optimizer_of_other_parameters(chosen: slice) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "more", "says"),
+    [
+        (slice(1, None), [], r"net.0.weight': the model trains it, and no optimizer has it"),
+        (slice(None), [nn.Parameter(torch.zeros(2))], r"shape \[2\]': SGD trains it, and the di"),
+    ],
+    ids=["fewer", "more"],
+)
+def test_an_optimizer_of_other_parameters(chosen: slice, more: list[Any], says: str) -> None:
     task = training.perceptron()
-    parameters = list(task.parameters())[chosen]
-    more = [] if chosen.start else [nn.Parameter(torch.zeros(2))]
-    with pytest.raises(ConfigError, match="has not all parameters that the model trains, or has"):
-        TopKEF().attach(DistributedDataParallel(task), training.sgd(parameters + more))
+    optimizer = training.sgd(list(task.parameters())[chosen] + more)
+    with pytest.raises(ConfigError, match=says):
+        TopKEF().attach(DistributedDataParallel(task), optimizer)
+
+
+@pytest.mark.parametrize("groups", [2, [nn.Parameter(torch.zeros(2))]], ids=["number", "flat"])
+def test_groups_that_are_no_lists(groups: Any) -> None:
+    """A list of parameters would be read as groups of none of them."""
+    task = training.perceptron()
+    with pytest.raises(ConfigError, match=r"groups= has a \w+ in the place of a list"):
+        TopKEF().attach(DistributedDataParallel(task), training.sgd(task.parameters()), groups)
 
 
 def test_an_error_in_a_hook_ends_backward_and_not_the_model(
