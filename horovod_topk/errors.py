@@ -99,7 +99,8 @@ class UnsupportedOperationError(TopKError, ValueError):
 class ShapeChangedError(TopKError, ValueError):
     """A gradient's shape, dtype or device differs from those of its residual.
 
-    Cure: Build the distributed optimizer after the model has its final shapes, dtype and device.
+    Cure: Build the distributed optimizer, or wrap the model, after it has its final shapes, dtype
+    and device.
     """
 
 

@@ -32,7 +32,8 @@ def check_model(model: Any) -> None:
         raise ConfigError(
             sharded if _SHARDED & names else f"{type(model)} is no DistributedDataParallel",
             cure="Pass the DistributedDataParallel itself: what Accelerate's prepare() returns, or "
-            "Lightning's trainer.strategy.model. For FSDP2: horovod_topk.fsdp, docs/fsdp.md",
+            "Lightning's trainer.strategy.model, and not what torch.compile returns. For FSDP2: "
+            "horovod_topk.fsdp, docs/fsdp.md",
         )
     for reason, cure, tensor in (*_of_parameters(model), *_of_options(model)):
         raise ConfigError(reason, cure=cure, tensor=tensor)
@@ -70,7 +71,7 @@ def _of_options(model: DistributedDataParallel) -> Iterator[tuple[str, str, None
 
 
 def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
-    """Refuse a model whose parameters were frozen, or the reverse, after it was wrapped.
+    """Refuse a model whose parameters were frozen, or the reverse, or converted after wrapping.
 
     DistributedDataParallel exchanges the parameters that were trained when it was constructed.
 
@@ -84,7 +85,7 @@ def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
     if then in (None, now) or not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
         return
     buckets = model.reducer._get_zeros_like_grad_buckets()  # as large as all gradients
-    waits_for = {p for bucket in buckets for p in bucket.parameters()}
+    waits_for = {p: bucket.buffer().dtype for bucket in buckets for p in bucket.parameters()}
     later = next((name for p, name in names.items() if p not in waits_for), None)
     if later is not None:
         raise ConfigError(
@@ -93,7 +94,15 @@ def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
             tensor=later,
             cure=f"Wrap the model when it is complete; now {REWRAP}",
         )
-    left = waits_for - {*names}
+    other = next((p for p in names if p.dtype != waits_for[p]), None)
+    if other is not None:
+        raise ConfigError(
+            f"it was {waits_for[other]} when the model was wrapped, and is {other.dtype} now, so "
+            "that DistributedDataParallel does not exchange its gradient",
+            tensor=names[other],
+            cure=f"Convert the model before it is wrapped; now {REWRAP}",
+        )
+    left = waits_for.keys() - names.keys()
     if left and not (model.find_unused_parameters or model.static_graph):
         of_model = (name for name, p in model.module.named_parameters() if p in left)
         raise ConfigError(

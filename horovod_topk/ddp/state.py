@@ -38,7 +38,7 @@ from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.gradients import Slot
 from horovod_topk.torch_training.in_backward import BackwardState, check_optimizers
 from horovod_topk.torch_training.optimizer_settings import check_has_hooks
-from horovod_topk.torch_training.state import TrainingCompressor
+from horovod_topk.torch_training.state import TrainingCompressor, live_states
 from horovod_topk.torch_training.tracing import untraced
 
 Groups = Sequence[Sequence[Tensor]]
@@ -105,6 +105,7 @@ class DDPState(BackwardState):
         each = self._agree(optimizers, names, compressor, model.process_group, groups, inherits)
         try:
             for hooks, optimizer in zip(each, optimizers, strict=True):
+                hooks.model = weakref.ref(model.module)
                 hooks.is_registered = lambda: not all(s.is_copy for s in _states_of(self._model()))
                 own = [slot.parameter for slot in hooks.buckets.slots.values()]
                 self._watch(hooks, optimizer, ((p, _accumulation_of(p)) for p in own))
@@ -126,7 +127,8 @@ class DDPState(BackwardState):
         super().detach()
         if self.active:
             self._check.remove()
-            vars(self._model()).pop("join_hook", None)
+            if (model := self._model()) is not None:
+                vars(model).pop("join_hook", None)
 
     def replace(
         self,
@@ -164,6 +166,8 @@ class DDPState(BackwardState):
             self._drop_step()
             self._failed = None
         if not self._futures:
+            if not self._has_exchanged():
+                self._take_over()
             self._taking_part = [hooks for hooks in self._each if not hooks.buckets.waits()]
         self._futures.append((future, buffer))
         with self._failing_later(), torch.no_grad():
@@ -175,6 +179,18 @@ class DDPState(BackwardState):
         if bucket.is_last():
             self._end_backward()
         return future
+
+    def _has_exchanged(self) -> bool:
+        """Whether gradients were exchanged since the optimizers were attached."""
+        return any(hooks.buckets.exchanges for hooks in self._each)
+
+    def _take_over(self) -> None:
+        """Detach the optimizers from the models that they had before this one."""
+        own = [id(hooks.optimizer()) for hooks in self._each]
+        others = [s for s in live_states() if isinstance(s, DDPState) and s is not self]
+        for state in others:
+            if any(id(hooks.optimizer()) in own for hooks in state._each):
+                state.detach()
 
     def _add(self, hooks: Hooks, slot: Slot, gradient: Tensor) -> None:
         """Note a gradient; launch its bucket if it is the last, unless it waits for a step."""
@@ -190,7 +206,7 @@ class DDPState(BackwardState):
         In the first backward of a static graph this is at once: DDP calls its hooks at the end.
         """
         model: Any = self._model()
-        if model.static_graph and not any(hooks.buckets.exchanges for hooks in self._each):
+        if model.static_graph and not self._has_exchanged():
             self._finish()
         else:
             Variable._execution_engine.queue_callback(self._finish)

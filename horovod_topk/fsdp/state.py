@@ -108,6 +108,7 @@ class FSDPState(BackwardState):
             before.detach()
         for hooks, optimizer in zip(each, optimizers, strict=True):
             hooks.is_registered = lambda: True
+            hooks.model = self._root
             self._watch(hooks, optimizer, ())
         self._use(*each)
         handles = [p.register_post_accumulate_grad_hook(self._ready) for p in names]

@@ -77,4 +77,4 @@ def check_all_are_known(optimizer: Any) -> None:
         UnsupportedOperationError: another parameter has a gradient.
     """
     known = {id(p) for p in optimizer._requires_update}
-    steps.check_all_are_known(optimizer, known, optimizer._parameter_names)
+    steps.check_all_are_known(optimizer, known, lambda: optimizer._parameter_names)

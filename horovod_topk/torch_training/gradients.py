@@ -133,8 +133,8 @@ class Slot:
             raise ShapeChangedError(
                 f"its gradient is {found}, its residual {_described(self.spec)}",
                 tensor=self.spec.name,
-                cure="Build the distributed optimizer after the model has its final shapes, dtype "
-                "and device",
+                cure="Build the distributed optimizer, or wrap the model, after it has its final "
+                "shapes, dtype and device",
             )
         if not gradient.is_contiguous() and _overlaps(gradient):
             raise OverlappingGradientError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -77,10 +77,11 @@ class BackwardState(TrainingState):
         names: Mapping[Tensor, str],
         compressor: TrainingCompressor,
         group: dist.ProcessGroup,
-        groups: Iterable[Sequence[Tensor]] | None,
+        groups: Sequence[Sequence[Tensor]] | None,
         before: BackwardState | None,
     ) -> list[Any]:
         """Agree on the plans of all optimizers, and inherit the residuals of a state before."""
+        check_groups(groups)
         each: list[Any] = []
         for optimizer in optimizers:
             made = optimizer, names, compressor, GroupCollective(group), "average"
@@ -116,6 +117,21 @@ def listed(optimizer: Any) -> Sequence[Any]:
     return optimizer if isinstance(optimizer, list | tuple) else [optimizer]
 
 
+def check_groups(groups: Any) -> None:
+    """Refuse what would be read as groups without any parameter, such as a list of parameters.
+
+    Raises:
+        ConfigError: it is no list of lists.
+    """
+    lists = groups if isinstance(groups, list | tuple) else [] if groups is None else [groups]
+    wrong = next((each for each in lists if not isinstance(each, list | tuple)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"groups= has a {type(wrong).__name__} in the place of a list of parameters",
+            cure="Pass the parameters that are sent together, as in groups=[[a.weight, a.bias]]",
+        )
+
+
 @dataclass(frozen=True)
 class Refusals:
     """What an adapter says of a step on gradients that were not exchanged: problem and cure."""
@@ -131,10 +147,12 @@ class BackwardHooks(steps.Hooks):
 
     Attributes:
         is_registered: returns whether the adapter hears of gradients.
+        model: returns the module whose gradients they are, or None if it was deleted.
     """
 
     refusals: ClassVar[Refusals]
     is_registered: Callable[[], bool]  # set by the adapter
+    model: Callable[[], Any]  # set by the adapter
     _applied = -1  # number of exchanges when the present step began to apply them; -1: no step
 
     def watch(self, optimizer: Any, accumulations: Any) -> None:
@@ -162,7 +180,7 @@ class BackwardHooks(steps.Hooks):
 
         Zeros are accepted: checkpoint libraries step on zero gradients to create optimizer states.
         """
-        steps.check_all_are_known(optimizer, self.buckets.slots, {})
+        steps.check_all_are_known(optimizer, self.buckets.slots, self._names)
         slots = self.buckets.slots.values()
         gradients = [slot.gradient for slot in slots if slot.gradient is not None]
         if not any(slot.exchanged for slot in slots) and any(map(torch.any, gradients)):
@@ -170,10 +188,18 @@ class BackwardHooks(steps.Hooks):
             if 0 < len(missing) < len(slots):
                 problem, cure = self.refusals.incomplete
                 raise StepBeforeSynchronizeError(problem, cure=cure, tensor=missing[0])
+            for slot in slots:
+                if slot.gradient is not None:
+                    slot.check_matches(slot.gradient)
             never = self.refusals.local if self.is_registered() else self.refusals.never
             problem, cure = self.refusals.not_now if self.buckets.exchanges else never
             raise StepBeforeSynchronizeError(problem, cure=cure)
         self._applied = self.buckets.exchanges
+
+    def _names(self) -> Mapping[Any, str]:
+        """Names of the module's parameters, trained or not."""
+        module = self.model()
+        return {} if module is None else {p: name for name, p in module.named_parameters()}
 
     def launch(self, ordinal: int) -> None:
         """Compress a complete bucket and start its exchange."""
@@ -241,13 +267,22 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[Tensor, str]) -> 
                 )
             stepped[p] = optimizer
     missing = next((name for p, name in names.items() if p not in stepped), None)
-    if missing is not None or any(p.requires_grad and p not in names for p in stepped):
+    if missing is not None:
         raise ConfigError(
-            "the optimizer has not all parameters that the model trains, or has others",
+            "the model trains it, and no optimizer has it",
             tensor=missing,
             cure="Attach all optimizers of a model at once, as a list: "
             "TopKEF().attach(model, [muon, adamw]). Set requires_grad=False for what is not "
             "trained before the model is distributed",
+        )
+    other = next((p for p in stepped if p.requires_grad and p not in names), None)
+    if other is not None:
+        raise ConfigError(
+            f"{type(stepped[other]).__name__} trains it, and the distributed model does not: no "
+            "gradient of it is exchanged",
+            tensor=f"of shape {list(other.shape)}",
+            cure="Make it a part of the module before that is distributed, or step it by an "
+            "optimizer of its own",
         )
 
 

@@ -7,21 +7,24 @@ an outer step when one is due: `horovod_topk.local` says what that is.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from horovod_topk.core.plan.buckets import TensorSpec
-from horovod_topk.errors import ConfigError
+from horovod_topk.errors import ConfigError, NotAttachedError, UnsupportedOperationError
 from horovod_topk.local.state import LocalState, chosen
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.gradients import local, part_of, spec_of
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
-from horovod_topk.torch_training.state import TrainingCompressor
+from horovod_topk.torch_training.optimizer_settings import has_hooks
+from horovod_topk.torch_training.state import TrainingCompressor, live_states
+from horovod_topk.torch_training.tracing import untraced
 
 log = logging.getLogger("horovod_topk")
 
@@ -122,6 +125,7 @@ class LocalSteps(Optimizer):
     """
 
     compressors: ClassVar[type[TrainingCompressor]]  # the base class of the adapter's
+    _uncounted = 0  # inner steps since the last one that was counted
     _step_supports_amp_scaling = True  # GradScaler calls step() also where gradients are infinite
 
     def __init__(
@@ -140,9 +144,9 @@ class LocalSteps(Optimizer):
         self._inner = optimizer
         _check_inner(optimizer)
         compressor, self._config = chosen(preset, compression, settings, self.compressors)
-        self._names = {p: name for name, p in named_parameters}
-        trained = self._trained()
-        beside = {f"buffer {n}": b for n, b in named_buffers if b.is_floating_point()}
+        self._names = {p: name for name, p in _named(named_parameters, "named_parameters")}
+        trained, buffers = self._trained(), _named(named_buffers, "named_buffers")
+        beside = {f"buffer {n}": b for n, b in buffers if b.is_floating_point()}
         device = "cpu" if offload else None
         specs = [_wide_spec(name, p, device) for name, p in trained.items()]
         weights = TorchWeights(trained | beside, optimizer)
@@ -156,6 +160,11 @@ class LocalSteps(Optimizer):
         self._topkef.average([_wide_spec(name, b, device) for name, b in beside.items()])
         compressor.attached(self._topkef)
         outer = self._config.outer
+        if has_hooks(optimizer):
+            if optimizer not in _AROUND:
+                optimizer.register_step_pre_hook(_before_inner_step)
+                optimizer.register_step_post_hook(_after_inner_step)
+            _AROUND[optimizer] = weakref.ref(self)
         log.info("LocalSteps: %s, effective outer rate %.3g", self._config, outer.effective_lr)
 
     def __repr__(self) -> str:
@@ -167,6 +176,18 @@ class LocalSteps(Optimizer):
         if name == "_inner":
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to copy or pickle: anchors and residuals belong to the parameters of one model.
+
+        Raises:
+            UnsupportedOperationError: always.
+        """
+        raise UnsupportedOperationError(
+            "LocalSteps was copied or pickled, and its parameters would be others",
+            cure="Copy the model and the inner optimizer, make LocalSteps of them, and load "
+            "state_dict() and TopKEF.of(optimizer).state_dict()",
+        )
 
     @property
     def rounds(self) -> int:
@@ -227,6 +248,7 @@ class LocalSteps(Optimizer):
         Raises:
             ConfigError: a parameter is trained that was frozen when this object was made.
         """
+        self._uncounted = 0
         state = self._topkef
         if state.is_new and closure is None and not self._has_gradient():
             return self._inner.step()  # as hvd.broadcast_optimizer_state does
@@ -247,6 +269,7 @@ class LocalSteps(Optimizer):
     @torch.no_grad()
     def count(self) -> None:
         """Count an inner step that was taken elsewhere, and take the outer steps that are due."""
+        self._uncounted = 0
         if self._topkef.count():
             self._check_trained()
 
@@ -319,14 +342,61 @@ def _wide_spec(name: str, p: Tensor, device: str | None) -> TensorSpec:
     return replace(spec, dtype=spec.residual_dtype, device=device or spec.device)
 
 
+_AROUND: weakref.WeakKeyDictionary[Optimizer, weakref.ref[LocalSteps]]
+_AROUND = weakref.WeakKeyDictionary()  # by inner optimizer; the last one that was made of it
+
+
+def _around(optimizer: Any) -> LocalSteps | None:
+    return _AROUND[optimizer]()
+
+
+@untraced
+def _before_inner_step(optimizer: Any, *_: Any) -> None:
+    """Refuse the steps of a loop that steps the inner optimizer instead of `LocalSteps`.
+
+    Raises:
+        NotAttachedError: the step before was not counted.
+    """
+    steps = _around(optimizer)
+    if steps is not None and steps._uncounted:
+        raise NotAttachedError(
+            f"{type(optimizer).__name__}.step() was called again, and LocalSteps has not counted "
+            "the step before: ranks would train apart",
+            cure="Call step() of LocalSteps, which takes this step; or delete it, to train without",
+        )
+
+
+@untraced
+def _after_inner_step(optimizer: Any, *_: Any) -> None:
+    steps = _around(optimizer)
+    if steps is not None:
+        steps._uncounted += 1
+
+
+def _named(pairs: Any, setting: str) -> list[tuple[str, Tensor]]:
+    """The pairs of a setting, checked."""
+    found: list[Any] = [pairs] if isinstance(pairs, torch.nn.Module) else [*pairs]
+    for each in found:
+        if not (isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)):
+            raise ConfigError(
+                f"{setting} has a {type(each).__name__} in the place of a name and a tensor",
+                cure=f"Pass {setting}=model.{setting}()",
+            )
+    return found
+
+
 def _check_inner(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"the optimizer is {optimizer!r:.60}, which is no torch.optim.Optimizer",
             cure="Pass the inner optimizer first; several have a LocalSteps each",
         )
-    if isinstance(optimizer, OneBitAdam | LocalSteps) or hasattr(optimizer, "synchronize"):
+    attached = [hooks.optimizer() for state in live_states() for hooks in state._each]
+    is_attached = any(each is optimizer for each in attached)
+    exchanges = isinstance(optimizer, OneBitAdam | LocalSteps) or hasattr(optimizer, "synchronize")
+    if is_attached or exchanges:
+        how = "has a compressor attached" if is_attached else "exchanges by itself"
         raise ConfigError(
-            f"{type(optimizer).__name__} exchanges by itself",
+            f"{type(optimizer).__name__} {how}",
             cure="Pass the optimizer of one process, such as torch.optim.AdamW",
         )

@@ -395,7 +395,7 @@ def check_has_hooks(optimizer: Any) -> None:
     Raises:
         ConfigError: it is no optimizer, or wraps one without having called `Optimizer.__init__`.
     """
-    if _has_hooks(optimizer):
+    if has_hooks(optimizer):
         return
     kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     found = next(_inside(optimizer, "optimizer"), None)
@@ -414,7 +414,7 @@ def check_has_hooks(optimizer: Any) -> None:
     raise ConfigError(f"the optimizer is {optimizer!r:.60}, which is no optimizer", cure=cure)
 
 
-def _has_hooks(optimizer: Any) -> bool:
+def has_hooks(optimizer: Any) -> bool:
     """Whether an optimizer's steps call hooks, and hooks can be registered with it."""
     if not isinstance(optimizer, Optimizer):
         return False
@@ -437,7 +437,7 @@ def _inside(wrapper: Any, path: str, depth: int = DEEPEST) -> Iterator[str]:
         name = public if getattr(wrapper, public, None) is value else own
         for item, each in _items(value):
             if each is not wrapper and hasattr(each, "param_groups") and hasattr(each, "step"):
-                if _has_hooks(each):
+                if has_hooks(each):
                     yield f"{path}.{name}{item}"
                 else:
                     yield from _inside(each, f"{path}.{name}{item}", depth - 1)

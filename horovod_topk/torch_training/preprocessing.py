@@ -135,7 +135,8 @@ def check_scaler(scaler: object) -> None:
     Raises:
         ConfigError: methods of a GradScaler are missing.
     """
-    if scaler is None or all(hasattr(scaler, each) for each in ("get_scale", "is_enabled")):
+    is_one = all(hasattr(scaler, each) for each in ("get_scale", "is_enabled"))
+    if scaler is None or (is_one and not isinstance(scaler, type)):
         return
     raise ConfigError(
         f"grad_scaler={scaler!r} is no gradient scaler",

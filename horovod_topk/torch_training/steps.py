@@ -361,13 +361,15 @@ def takes_back(optimizer: Any) -> bool:
     return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
 
 
-def check_all_are_known(optimizer: Any, known: Container[Any], names: Mapping[Any, str]) -> None:
+def check_all_are_known(
+    optimizer: Any, known: Container[Any], names: Callable[[], Mapping[Any, str]]
+) -> None:
     """Refuse gradients of parameters that were not trained when the exchange was planned.
 
     Args:
         optimizer: the optimizer of the parameters.
         known: ids of the parameters whose gradients are exchanged.
-        names: name of each parameter, for the message.
+        names: returns the name of each parameter, for the message.
 
     Raises:
         UnsupportedOperationError: another parameter has a gradient.
@@ -379,9 +381,9 @@ def check_all_are_known(optimizer: Any, known: Container[Any], names: Mapping[An
                     "its gradient would be applied without being exchanged: it had "
                     "requires_grad=False, or was in no parameter group, when the distributed "
                     "optimizer or model was built",
-                    tensor=names.get(p, f"of shape {list(p.shape)}"),
+                    tensor=names().get(p, f"of shape {list(p.shape)}"),
                     cure="Build it with all that will ever be trained, and set requires_grad=False "
-                    "afterwards for as long as it is not",
+                    "afterwards for as long as it is not; or build it anew",
                 )
 
 

@@ -39,9 +39,9 @@ class NextFormat(Plan):
 DIFFERENT = {
     "format": (NextFormat(AGREED.config, "average", AGREED.buckets), "2", "3"),
     "settings": (
-        make_plan([W, B], TopK(ratio=0.5, values="float32")),
-        '["ratio", 0.01]',
-        '["ratio", 0.5]',
+        make_plan([W, B], TopK(ratio=0.01, values="float32", clip_norm=0.5)),
+        '["clip_norm", null]',
+        '["clip_norm", 0.5]',
     ),
     "reduction": (
         make_plan([W, B], TopK(ratio=0.01, values="float32"), "sum"),

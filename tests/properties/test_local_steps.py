@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +27,14 @@ from horovod_topk import checkpoint
 from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.ddp import Dense, Outer, PowerSGD, SignSGD, TopKEF
 from horovod_topk.ddp.compressor import Compressor
-from horovod_topk.errors import ConfigError, PlanMismatchError, StateDictError, UnknownSettingError
+from horovod_topk.errors import (
+    ConfigError,
+    NotAttachedError,
+    PlanMismatchError,
+    StateDictError,
+    UnknownSettingError,
+    UnsupportedOperationError,
+)
 from horovod_topk.local.settings import PRESETS, LocalConfig
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training import local_steps
@@ -632,6 +640,37 @@ def test_a_model_that_exchanges_gradients_is_warned_of() -> None:
     optimizer = LocalSteps(inner, [("module.weights", weights)], collective=None)
     (warning,) = TopKEF.of(optimizer).stats().warnings
     assert "DistributedDataParallel" in warning
+
+
+def test_a_loop_that_steps_the_inner_optimizer_is_refused() -> None:
+    """Ranks would train apart, and nothing would say so."""
+    weights = nn.Parameter(torch.ones(40))
+    inner, named = torch.optim.SGD([weights], lr=0.1), [("weights", weights)]
+    LocalSteps(inner, named, collective=None)  # it is deleted at once
+    optimizer = LocalSteps(inner, named, collective=None, every=2)
+    weights.grad = torch.ones(40)
+    for _ in range(3):
+        optimizer.step()
+    for _ in range(2):
+        inner.step()
+        optimizer.count()
+    inner.step()
+    with pytest.raises(NotAttachedError, match=r"SGD.*not counted.*Call step\(\) of LocalSteps"):
+        inner.step()
+    del optimizer
+    inner.step()
+
+
+def test_what_is_no_pair_and_what_cannot_be_copied() -> None:
+    model = nn.Linear(3, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given in (model, model.parameters()):
+        with pytest.raises(ConfigError, match=r"named_parameters=model.named_parameters\(\)"):
+            LocalSteps(inner, given, collective=None)
+    optimizer = LocalSteps(inner, model.named_parameters(), collective=None)
+    for duplicate in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedOperationError, match="make LocalSteps of them"):
+            duplicate(optimizer)
 
 
 def test_memory_is_counted() -> None:

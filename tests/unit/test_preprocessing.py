@@ -39,7 +39,7 @@ def test_a_scale_of_one_writes_nothing() -> None:
     assert gradient._version == 0
 
 
-@pytest.mark.parametrize("scaler", [1024.0, "dynamic", object()])
+@pytest.mark.parametrize("scaler", [1024.0, "dynamic", object(), torch.amp.GradScaler])
 def test_what_is_no_scaler_is_refused(scaler: object) -> None:
     with pytest.raises(ConfigError, match=r"is no gradient scaler\. Pass the torch\.amp\.Grad"):
         TopKEF(grad_scaler=scaler)

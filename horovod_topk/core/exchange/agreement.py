@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from horovod_topk.config import OPTIONAL
 from horovod_topk.core.exchange.meeting import Meets
 from horovod_topk.core.exchange.protocol import Collective
 from horovod_topk.core.plan import payload
@@ -133,6 +134,8 @@ def mismatch(plans: Mapping[int, Mapping[str, list[object]]], rank: int) -> Plan
 
 def _mismatch(field: str, lists: Mapping[int, list[object]], rank: int) -> PlanMismatchError:
     """The error for one field; compares this rank, or the first one, with one that differs."""
+    if field == "settings":
+        lists = _with_those_that_are_off(lists)
     one = rank if rank in lists else min(lists)
     other = next(r for r, theirs in lists.items() if theirs != lists[one])
     here, there = _first_difference(lists[one], lists[other])
@@ -141,6 +144,16 @@ def _mismatch(field: str, lists: Mapping[int, list[object]], rank: int) -> PlanM
         f"ranks disagree on {field}: {there} on rank {other}, {here} on rank {one}{this}",
         cure=CURES.get(field, CURE),
     )
+
+
+def _with_those_that_are_off(settings: Mapping[int, list[Any]]) -> dict[int, list[object]]:
+    """Lists of names and values that have equal names on all ranks."""
+    by_rank = {rank: dict(each) for rank, each in settings.items()}
+    names = sorted({name for each in by_rank.values() for name in each})
+    return {
+        rank: [[name, each.get(name, OPTIONAL.get(name))] for name in names]
+        for rank, each in by_rank.items()
+    }
 
 
 def _first_difference(here: list[object], there: list[object]) -> tuple[str, str]:

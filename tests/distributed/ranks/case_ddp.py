@@ -22,6 +22,7 @@ from horovod_topk.errors import (
     NotAttachedError,
     PlanMismatchError,
     RepeatedSynchronizeError,
+    ShapeChangedError,
     StepBeforeSynchronizeError,
     UnsupportedDtypeError,
     UnsupportedOperationError,
@@ -493,6 +494,40 @@ def test_a_model_wrapped_anew_steps_while_the_old_one_is_there() -> None:
     assert adapter.TopKEF.of(model).stats().steps == TopKEF.of(optimizer).stats().steps == 1
 
 
+def test_an_optimizer_goes_on_with_a_model_wrapped_anew() -> None:
+    """As where a layer is trained from a later step on; the first model is there no more."""
+    task = Setup().task()
+    task.net[0].weight.requires_grad_(False)
+    optimizer = training.adamw(task.parameters())
+    for _ in range(2):
+        model = DistributedDataParallel(task)
+        TopKEF(**SPARSE).attach(model, optimizer)
+        for step in range(2):
+            take(model, optimizer, step)
+        assert adapter.TopKEF.of(model).stats().steps == 2
+        task.net[0].weight.requires_grad_(True)
+    assert optimizer.state[task.net[0].bias]["step"] == 4
+    with pytest.raises(ConfigError, match="AdamW has a compressor attached"):
+        adapter.LocalSteps(optimizer, task.named_parameters())
+    assert_ranks_equal(task.parameters())
+
+
+def test_a_model_that_is_converted_too_late() -> None:
+    """DistributedDataParallel exchanges nothing from then on, and does not say so."""
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    task.to(torch.float64)
+    optimizer.zero_grad()
+    task.net(torch.ones(8, 20, dtype=torch.float64)).square().mean().backward()
+    with pytest.raises(ShapeChangedError, match=r"float64 on cpu, its residual .*float32"):
+        optimizer.step()
+    model = DistributedDataParallel(Setup().task())
+    model.to(torch.float64)
+    with pytest.raises(ConfigError, match=r"net.*float32 when .*float64 now.*model.module"):
+        TopKEF(**SPARSE).attach(model, training.sgd(model.parameters()))
+
+
 @pytest.mark.parametrize(
     ("settings", "frozen", "says"),
     [
@@ -678,13 +713,27 @@ def test_fsdp_is_refused() -> None:
         TopKEF().attach(nn.Linear(2, 2), training.sgd([nn.Parameter(torch.zeros(2))]))
 
 
-@pytest.mark.parametrize("chosen", [slice(1, None), slice(None)], ids=["fewer", "more"])
-def test_an_optimizer_of_other_parameters(chosen: slice) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "more", "says"),
+    [
+        (slice(1, None), [], r"net.0.weight': the model trains it, and no optimizer has it"),
+        (slice(None), [nn.Parameter(torch.zeros(2))], r"shape \[2\]': SGD trains it, and the di"),
+    ],
+    ids=["fewer", "more"],
+)
+def test_an_optimizer_of_other_parameters(chosen: slice, more: list[Any], says: str) -> None:
     task = training.perceptron()
-    parameters = list(task.parameters())[chosen]
-    more = [] if chosen.start else [nn.Parameter(torch.zeros(2))]
-    with pytest.raises(ConfigError, match="has not all parameters that the model trains, or has"):
-        TopKEF().attach(DistributedDataParallel(task), training.sgd(parameters + more))
+    optimizer = training.sgd(list(task.parameters())[chosen] + more)
+    with pytest.raises(ConfigError, match=says):
+        TopKEF().attach(DistributedDataParallel(task), optimizer)
+
+
+@pytest.mark.parametrize("groups", [2, [nn.Parameter(torch.zeros(2))]], ids=["number", "flat"])
+def test_groups_that_are_no_lists(groups: Any) -> None:
+    """A list of parameters would be read as groups of none of them."""
+    task = training.perceptron()
+    with pytest.raises(ConfigError, match=r"groups= has a \w+ in the place of a list"):
+        TopKEF().attach(DistributedDataParallel(task), training.sgd(task.parameters()), groups)
 
 
 def test_an_error_in_a_hook_ends_backward_and_not_the_model(
