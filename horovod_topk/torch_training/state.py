@@ -147,7 +147,7 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         plan = plan.under(plan.config, rule)  # whose rules for ratios are applied
         scaler = compressor.grad_scaler
         preprocessing = Preprocessing.of(scaler, plan, optimizer)
-        name = _agreed_name(plan, collective, beside)
+        name = _agreed_name(plan, collective, beside, has_scaler=scaler is not None)
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         names = {p: names[p] for p in parameters if p in names}
         own = _compressor_of(optimizer, names, plan, rule, name, collective)
@@ -262,14 +262,16 @@ def inherit(before: Sequence[StepRunner[Tensor]], new: Sequence[StepRunner[Tenso
         runner.load_state_dict({**runner.state_dict(), **kept, STEPS: ended})
 
 
-def _agreed_name(plan: Plan, collective: Timed[Tensor], beside: Sequence[Hooks]) -> tuple[str, int]:
+def _agreed_name(
+    plan: Plan, collective: Timed[Tensor], beside: Sequence[Hooks], *, has_scaler: bool
+) -> tuple[str, int]:
     """Agree with all ranks on a plan and its optimizer's number, and return its name."""
     prefix = plan.config.name or f"topkef.{plan.digest.hex()}"
     names = [hooks.name for state in live_states() for hooks in state._each]
     names += [hooks.name for hooks in beside]
     ordinal = max((n for taken, n in names if taken == prefix), default=-1) + 1
     if not elastic():  # a rank that joins late constructs its optimizer alone
-        ordinal = agree(plan, ordinal, TorchOps(), collective)
+        ordinal = agree(plan, ordinal, TorchOps(), collective, has_scaler=has_scaler)
     return prefix, ordinal
 
 

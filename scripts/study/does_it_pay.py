@@ -472,6 +472,7 @@ def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
         "gpus": on_gpus,
         "limit": limit,
         "rates": partial(other_rates, joined),
+        "convolutions_sooner": partial(sooner, others),
         "convolutions_steps": partial(step_table, others),
         "convolutions_target": partial(target_table, others),
         "convolutions_rates": partial(other_rates, others),

@@ -156,3 +156,13 @@ def test_a_foreign_payload_is_refused_before_anything_changed(data: st.DataObjec
         world.ranks[0].step.finish(bucket.ordinal, arrays)
     assert [array.tobytes() for array in arrays] == before
     assert world.commit() == [False, False]
+
+
+def test_ranks_need_a_grad_scaler_all_or_none() -> None:
+    """Residuals with a scale, and others without it, would add up to other weights."""
+    answers = on_every_rank(
+        Loopback(2, NUMPY.ops),
+        lambda here: agree(AGREED, 0, NUMPY.ops, here, has_scaler=here.rank == 1),
+    )
+    messages = [str(answer.exception()) for answer in answers]
+    assert messages[0].startswith("ranks disagree on grad_scaler: true on rank 1, false on rank 0")

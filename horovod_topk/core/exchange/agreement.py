@@ -33,7 +33,14 @@ ONE_VERSION = "Install one version of horovod_topk for all ranks"
 _RECORD = struct.Struct("<8sII")  # digest of all fields, bytes of their text, and an ordinal
 
 
-def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Array]) -> int:
+def agree(
+    plan: Plan,
+    ordinal: int,
+    ops: Ops[Array],
+    collective: Collective[Array],
+    *,
+    has_scaler: bool = False,
+) -> int:
     """Check that all ranks have one plan; return the highest ordinal that any rank proposes.
 
     A rank that compresses nothing calls `agree_on_nothing`.
@@ -46,6 +53,7 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
     Args:
         plan: this rank's plan.
         ordinal: this rank's proposal for the optimizer's ordinal; it and all above are unused here.
+        has_scaler: whether residuals are kept without the scale of a loss.
 
     Raises:
         PlanMismatchError: on every rank, when any two plans differ.
@@ -53,7 +61,8 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
     """
     devices = {bucket.device for bucket in plan.buckets} if plan.update_rule is not None else ()
     kernels: list[object] = [*sorted(set(map(ops.kernel_kind, devices)))]
-    return _agree({**plan.fields(), "kernels": kernels}, ordinal, ops, collective)
+    fields = {**plan.fields(), "kernels": kernels, "grad_scaler": [has_scaler]}
+    return _agree(fields, ordinal, ops, collective)
 
 
 def agree_on_nothing(compression: str, ops: Ops[Array], collective: Collective[Array]) -> None:

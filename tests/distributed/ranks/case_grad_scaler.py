@@ -15,6 +15,7 @@ import training
 from horovod_topk.errors import (
     ConfigError,
     GradientChangedError,
+    PlanMismatchError,
     UnsupportedDtypeError,
 )
 from plain import PlainTopKEF as TopKEF
@@ -59,6 +60,12 @@ def scaled_run(setup: Setup, settings: dict[str, Any], scales: Sequence[float]) 
         take(task, optimizer, scaler, step)
         history.append(training.snapshot(task))
     return history, residuals(optimizer), TopKEF.of(optimizer).stats()
+
+
+def test_a_scaler_on_one_rank_alone_is_refused() -> None:
+    setup, scaler = Setup(), scaler_at(1024.0) if hvd.rank() else None
+    with pytest.raises(PlanMismatchError, match="ranks disagree on grad_scaler"):
+        setup.distributed(setup.task(), TopKEF(**SPARSE, grad_scaler=scaler))
 
 
 @pytest.mark.world_size(2, 3)
