@@ -61,8 +61,8 @@ def agree(
     """
     devices = {bucket.device for bucket in plan.buckets} if plan.update_rule is not None else ()
     kernels: list[object] = [*sorted(set(map(ops.kernel_kind, devices)))]
-    fields = {**plan.fields(), "kernels": kernels, "grad_scaler": [has_scaler]}
-    return _agree(fields, ordinal, ops, collective)
+    others: dict[str, list[object]] = {"kernels": kernels, "grad_scaler": [has_scaler]}
+    return _agree(plan.fields() | others, ordinal, ops, collective)
 
 
 def agree_on_nothing(compression: str, ops: Ops[Array], collective: Collective[Array]) -> None:
