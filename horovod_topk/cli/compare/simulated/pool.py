@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -60,3 +61,5 @@ def _safely(task: Task) -> Record:
         return train(task)
     except Exception:
         return Record(task.cell, FAILED, traceback.format_exc(limit=-3))
+    finally:
+        gc.collect()  # a step runner's parts refer to each other: its arrays wait for the collector
