@@ -36,7 +36,7 @@ def piece_of(method: Codec, shape: tuple[int, ...] = (SIZE,), direction: str = "
 
 
 def key(committed: int, rank: int = 0) -> Key:
-    return Key(0, ("w", "direct", 0), committed, lambda: rank, lambda row: row)
+    return Key(0, ("w", "direct", 0), committed, lambda: rank)
 
 
 def coded_together(
