@@ -260,7 +260,7 @@ def picture(joined: Joined) -> str:
         joined.draw(gigabytes, joined.gigabytes)
         gigabytes.set_xlabel("GB a rank sends")
         hours[0].set_ylabel(AXIS)
-        hours[0].legend(frameon=False, fontsize=8, loc="lower left")
+        hours[0].legend(frameon=False, fontsize=8, loc="upper right")
     return f"![Loss against hours and gigabytes](results/{path.name})"
 
 
