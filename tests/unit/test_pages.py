@@ -127,7 +127,7 @@ def test_a_figure_or_a_case_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match="write one of"):
         pages.filled_in("so much: {{diference | x}}", values)
     with pytest.raises(ValueError, match="no case matches"):
-        pages.filled_in("so much: {{fewer | x | y}}", values)
+        pages.filled_in("so much: {{costs | x | y}}", values)
 
 
 def test_figures_come_from_runs() -> None:
