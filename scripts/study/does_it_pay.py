@@ -217,7 +217,7 @@ def target_table(joined: Joined, share: float = 1.0) -> str:
     rows = []
     for name, points in curves.items():
         steps, learning_rate = needed[name], joined.best.get(name, joined.best[DENSE])[0]
-        row = [LABELS.get(name, name), f"{learning_rate:g}", f"{points[-1][1]:.3f}", "-", "-"]
+        row = [LABELS.get(name, name), f"{learning_rate:g}", shown_loss(points[-1][1]), "-", "-"]
         if math.isfinite(steps):
             row[3:] = f"{steps:.0f}", f"{joined.gigabytes(name, steps):.2f}"
         for rate in ("100mbit", "1gbit"):
