@@ -186,10 +186,9 @@ class DDPState(BackwardState):
 
     def _take_over(self) -> None:
         """Detach the optimizers from the models that they had before this one."""
-        own = [id(hooks.optimizer()) for hooks in self._each]
         others = [s for s in live_states() if isinstance(s, DDPState) and s is not self]
         for state in others:
-            if any(id(hooks.optimizer()) in own for hooks in state._each):
+            if any(state.has(hooks.optimizer()) for hooks in self._each):
                 state.detach()
 
     def _add(self, hooks: Hooks, slot: Slot, gradient: Tensor) -> None:

@@ -63,8 +63,7 @@ class BackwardState(TrainingState):
         Raises:
             ConfigError: it has all of them.
         """
-        known = [hooks.optimizer() for hooks in self._each]
-        if self.active and all(any(each is own for own in known) for each in optimizers):
+        if self.active and all(map(self.has, optimizers)):
             raise ConfigError(
                 "a compressor is attached to this model and this optimizer already",
                 cure=f"Pass a new optimizer to replace this one{otherwise}. Several optimizers are "

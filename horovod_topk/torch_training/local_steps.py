@@ -391,8 +391,7 @@ def _check_inner(optimizer: Any) -> None:
             f"the optimizer is {optimizer!r:.60}, which is no torch.optim.Optimizer",
             cure="Pass the inner optimizer first; several have a LocalSteps each",
         )
-    attached = [hooks.optimizer() for state in live_states() for hooks in state._each]
-    is_attached = any(each is optimizer for each in attached)
+    is_attached = any(state.has(optimizer) for state in live_states())
     exchanges = isinstance(optimizer, OneBitAdam | LocalSteps) or hasattr(optimizer, "synchronize")
     if is_attached or exchanges:
         how = "has a compressor attached" if is_attached else "exchanges by itself"

@@ -107,6 +107,10 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
     def _states(self) -> Sequence[StepRunner[Tensor]]:
         return [hooks.compressor for hooks in self._each]
 
+    def has(self, optimizer: Any) -> bool:
+        """Whether gradients are compressed for this optimizer."""
+        return any(hooks.optimizer() is optimizer for hooks in self._each)
+
     def _hooks_for(
         self,
         optimizer: Any,
