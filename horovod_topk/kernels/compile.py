@@ -2,6 +2,8 @@
 
 Installing the package compiles them too (`hatch_build.py`), and goes on without kernels if there is
 no C++17 compiler. This module imports only the standard library, and nothing of this package.
+
+`HOROVOD_TOPK_COMPILE=native` compiles what this machine would select alone, in half of the time.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ INSTRUCTIONS = {
         "-Wno-maybe-uninitialized",
     ),
 }
+# A processor has the instructions of a file if /proc/cpuinfo has this flag. The fastest first.
+SELECTED_BY = {"passes_avx512.cpp": "avx512bw", "passes_avx2.cpp": "avx2"}
 KERNELS = (  # those that take longest first, as files are compiled side by side
     "passes_avx512.cpp",
     "passes_avx2.cpp",
@@ -98,6 +102,23 @@ def digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
+def instructions() -> dict[str, tuple[str, ...]]:
+    """The flags of each file that is compiled for one set of instructions.
+
+    A file without its flags compiles to nothing, and is never selected.
+    """
+    if target_machine() != "x86_64":
+        return {}
+    if os.environ.get("HOROVOD_TOPK_COMPILE") != "native":
+        return INSTRUCTIONS
+    has = Path("/proc/cpuinfo").read_text().split()
+    selected = next((file for file, flag in SELECTED_BY.items() if flag in has), None)
+    if selected is None:
+        return {}
+    # What the others would do is left to the portable file, which has little to do here.
+    return {selected: INSTRUCTIONS[selected], "passes_portable.cpp": ("-O1",)}
+
+
 def compile_objects(
     folder: Path, extra: Sequence[str] = (), names: Sequence[str] = KERNELS
 ) -> list[Path]:
@@ -110,11 +131,11 @@ def compile_objects(
     """
     compiler = find_compiler()
     version = f'-DTOPKEF_DIGEST="{digest()}"'
-    is_x86 = target_machine() == "x86_64"
+    own = instructions()
 
     def compile_one(name: str) -> Path:
         target = folder / f"{Path(name).name}.o"
-        flags = *FLAGS, *(INSTRUCTIONS.get(name, ()) if is_x86 else ()), *extra, version
+        flags = *FLAGS, *own.get(name, ()), *extra, version
         files = f"-I{SOURCES}", "-c", str(SOURCES / name), "-o", str(target)
         run([*compiler, *flags, *files])
         return target

@@ -28,6 +28,7 @@ from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan.shards import shard
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.errors import PayloadError
+from horovod_topk.kernels import compile as sources
 from horovod_topk.kernels import native
 from horovod_topk.methods.topk import VALUES, Entries, TopK
 from horovod_topk.ops import coding
@@ -594,6 +595,15 @@ def test_values_are_packed_and_read_as_by_the_oracle(isa: str, kind: str, dtype:
 
 
 @pytest.mark.skipif(FOUND.library is None, reason="no kernels were compiled")
+def test_kernels_for_one_machine_are_those_that_it_selects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_TOPK_COMPILE", "native")
+    compiled = set(sources.instructions()) & set(sources.INSTRUCTIONS)
+    monkeypatch.delenv("HOROVOD_TOPK_ISA", raising=False)
+    assert FOUND.library is not None
+    isa = FOUND.library.topkef_isa().decode()
+    assert compiled == (set() if isa == "portable" else {f"passes_{isa}.cpp"})
+
+
 def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native._load().library is not None
     monkeypatch.setattr(native, "digest", lambda: "another digest")
