@@ -125,15 +125,15 @@ class TopK(Codec):
     rank, as a residual, and is added to the next gradient.
 
     Args:
-        ratio: share of each tensor's elements that a rank sends in a step, in (0, 1]. "auto":
-            0.02, 0.1 for Lion and 0.25 for Muon and their kin (docs/optimizers.md). With the
-            exchange "sharded", a pair: what a rank sends, and the share of a shard's elements that
-            its owner sends back. A mapping gives some tensors another ratio, such as
-            {"head.*": "dense", "*": 0.01}. Its keys are patterns of tensor names as in `fnmatch`,
-            or functions of a tensor's name and shape that return a bool; its values are ratios or
-            "dense". The first key that matches a tensor is used, and "*" for tensors that no other
-            key matches. A pattern that matches no tensor is an error. Tensors below `min_numel` are
-            sent whole in any case.
+        ratio: share of each tensor's elements that a rank sends in a step, in (0, 1]. "auto": 0.02;
+            0.1 for Lion, 0.25 for Muon and their kin, and 0.25 where an optimizer's first beta is
+            at most 0.5 (docs/optimizers.md). With the exchange "sharded", a pair: what a rank
+            sends, and the share of a shard's elements that its owner sends back. A mapping gives
+            some tensors another ratio, such as {"head.*": "dense", "*": 0.01}. Its keys are
+            patterns of tensor names as in `fnmatch`, or functions of a tensor's name and shape that
+            return a bool; its values are ratios or "dense". The first key that matches a tensor is
+            used, and "*" for tensors that no other key matches. A pattern that matches no tensor is
+            an error. Tensors below `min_numel` are sent whole in any case.
         values: format in which values are sent: "float32" (float64 for float64 gradients),
             "float16", "bfloat16", "int8", "int4", "int3", "int2" or "sign". The rounding error
             stays in the residual. With "sign" it is so large that training may diverge

@@ -24,7 +24,7 @@ from horovod_topk.core.run.optimizers import (
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.updates import Updates
 from horovod_topk.updates import tracker
-from horovod_topk.updates.formulas import LINEAR, UNKNOWN, family_of
+from horovod_topk.updates.formulas import LINEAR, UNKNOWN, default_ratio, family_of
 
 log = logging.getLogger("horovod_topk")
 
@@ -59,12 +59,13 @@ def fitted_to(optimizer: Any, compressor: BaseCompressor, process_set: Any) -> F
         config = replace(config, follow_lr=_present(optimizer, "learning_rate") is not None)
     normalises = _is_adam(optimizer)
     kind, family = kind_of(optimizer), family_of(optimizer)
+    first = _present(optimizer, "beta_1")
     config, why = fitted(
         config,
         compressor.deferred,
         kind,
         lambda: _why_left(optimizer),
-        ratio=family.ratio,
+        ratio=default_ratio(family, None if first is None else _number(first)),
         is_linear=family is LINEAR,
     )
     check_not_twice(optimizer, config)

@@ -36,7 +36,7 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch_training.tracing import untraced
 from horovod_topk.updates import tracker
-from horovod_topk.updates.formulas import LINEAR, UNKNOWN, family_of
+from horovod_topk.updates.formulas import LINEAR, UNKNOWN, default_ratio, family_of
 from horovod_topk.updates.tracker import Rule
 
 log = logging.getLogger("horovod_topk")
@@ -248,7 +248,7 @@ def fit_momentum(
         deferred,
         kind,
         lambda: _why_left(optimizer),
-        ratio=family.ratio,
+        ratio=default_ratio(family, _first_beta(optimizer)),
         is_linear=family is LINEAR,
     )
     check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
@@ -347,6 +347,12 @@ def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) 
 def _now(group: Any) -> float:
     """The momentum that the optimizer itself applies; 0 if it is no number."""
     return momentum_of(group) or 0.0
+
+
+def _first_beta(optimizer: Any) -> float | None:
+    """The largest first beta of an optimizer's groups; None: it has none that is a number."""
+    firsts = (next(iter(betas_of(group)), None) for group in optimizer.param_groups)
+    return max((first for first in firsts if first is not None), default=None)
 
 
 def _has_numbers(group: Any) -> bool:

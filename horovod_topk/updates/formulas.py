@@ -377,6 +377,7 @@ MEAN = Family(
 )
 SQUARES = Family("divides by a root of squares", ("ada", "rmsprop", "ftrl"), is_damped=True)
 UNKNOWN = Family("is not known", (), is_limited=False)  # it may be linear
+QUICK, QUICK_RATIO = 0.5, 0.25
 FAMILIES = SIGN, MATRIX, SCALED, TRUST, LARGEST, COMPACT, FACTORED, MEAN, SQUARES, LINEAR
 
 
@@ -387,6 +388,16 @@ def family_of(optimizer: object) -> Family:
             if any(stem in kind.__name__.lower() for stem in family.stems):
                 return family
     return UNKNOWN
+
+
+def default_ratio(family: Family, beta1: float | None) -> float | None:
+    """The default ratio of an optimizer of a family; None: that of the compressor.
+
+    A first beta of at most 0.5, which forgets within two steps, is that of networks which train
+    against each other: there a goal has moved when a gradient arrives late.
+    """
+    quick = beta1 is not None and beta1 <= QUICK
+    return max(QUICK_RATIO, family.ratio or 0.0) if quick else family.ratio
 
 
 def own_square(square: Any, g: Any) -> Any:

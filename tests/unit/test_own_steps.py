@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -169,6 +169,30 @@ def test_families_by_the_names_of_classes(family: str) -> None:
         assert formulas.family_of(type(name, (), {})()) is getattr(formulas, family)
         inherits = type("Mine", (type(name, (), {}),), {})
         assert formulas.family_of(inherits()) is getattr(formulas, family)
+
+
+@pytest.mark.parametrize(
+    ("betas", "ratio"),
+    [
+        (((0.5, 0.999),), 0.25),
+        (((torch.tensor(0.5), torch.tensor(0.999)),), 0.25),
+        (((0.0, 0.99),), 0.25),
+        (((0.9, 0.999),), 0.02),
+        (((0.5, 0.999), (0.9, 0.999)), 0.02),
+    ],
+)
+def test_a_small_first_beta_is_that_of_networks_against_each_other(
+    betas: Sequence[Any], ratio: float
+) -> None:
+    layers = [torch.nn.Linear(4, 4) for _ in betas]
+    groups = [
+        {"params": each.parameters(), "betas": b} for each, b in zip(layers, betas, strict=True)
+    ]
+    found, deferred = fields_of(TopK, TopK.for_training)
+    config, *_ = settings.fit_settings(
+        optim.Adam(groups, capturable=False), TopK(**found), deferred
+    )
+    assert config.ratio == ratio  # type: ignore[attr-defined]
 
 
 def test_a_family_has_a_ratio_of_its_own_where_the_user_gives_none() -> None:

@@ -15,6 +15,7 @@ import tf_keras
 
 import horovod_topk.tensorflow.keras as hvd_keras
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.topk import TopK
 from horovod_topk.tensorflow import PowerSGD, TopKEF, momentum
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.momentum import Fitted, fitted_to
@@ -170,9 +171,21 @@ def test_auto_has_other_optimizers_step_by_their_family(kind: str) -> None:
     make, family = OWN[kind]
     found = fitted(make(), TopKEF())
     assert found.updates == Updates(tracker.OWN, family=family) and not found.warnings
-    assert found.config.warmup is not None
-    assert found.config.ratio == (family.ratio or TopKEF().config.ratio)
+    assert (found.config.warmup is None) == (found.config.ratio == formulas.QUICK_RATIO)
+    first = 0.0 if kind == "Adam without momentum" else None
+    own = formulas.default_ratio(family, first)
+    assert found.config.ratio == (own or TopKEF().config.ratio)
     assert fitted(make(), TopKEF(ratio=0.02)).config.ratio == 0.02
+
+
+@pytest.mark.usefixtures("among_others")
+@pytest.mark.parametrize(("beta_1", "ratio"), [(0.5, 0.25), (0.9, 0.02)])
+@pytest.mark.parametrize("make", [keras.optimizers.Adam, tf_keras.optimizers.Adam])
+def test_a_small_first_beta_is_that_of_networks_against_each_other(
+    make: Any, beta_1: float, ratio: float
+) -> None:
+    config = fitted(make(beta_1=beta_1), TopKEF()).config
+    assert isinstance(config, TopK) and config.ratio == ratio
 
 
 @pytest.mark.usefixtures("among_others")
