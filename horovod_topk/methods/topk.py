@@ -143,9 +143,9 @@ class TopK(Codec):
             each).
         selection: how the largest elements are found: "exact", or "sampled", which estimates a
             threshold from a sample and is faster.
-        allocation: "uniform": each tensor has the same ratio. "adaptive": in PyTorch, tensors have
-            ratios from `ratio` / 4 to 4 `ratio`, larger ones where gradients are large, at the same
-            bytes in all. They change after 60 committed steps, 120, 240 and so on
+        allocation: "uniform": each tensor has the same ratio. "adaptive": tensors have ratios from
+            `ratio` / 4 to 4 `ratio`, larger ones where gradients are large, at the same bytes in
+            all. They change after 60 committed steps, 120, 240 and so on
             (`core.control.allocation`).
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error

@@ -12,7 +12,7 @@ import tensorflow as tf
 from horovod_topk.core.control.schedule import Schedule
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.errors import ShapeChangedError, UnsupportedOperationError
-from horovod_topk.methods.protocol import Method, UpdateRule
+from horovod_topk.methods.protocol import Allocation, Method, UpdateRule
 
 Specs = tuple[TensorSpec, ...]
 Groups = int | tuple[tuple[int, ...], ...] | None
@@ -144,9 +144,12 @@ class CachedPlan:
         """The prefix of the collectives' names, equal on all ranks."""
         return f"{self.prefix}.{self.ordinal}"
 
-    def at(self, ratio: float) -> CachedPlan:
-        """The same plan at another ratio level."""
-        if ratio == self.plan.config.ratio:
+    def at(self, ratio: float, allocation: Allocation) -> CachedPlan:
+        """The same plan at a ratio level, with an allocation to tensors that it has."""
+        names = {tensor.spec.name for tensor in self.plan.tensors()}
+        allocation = allocation if names.issuperset(dict(allocation)) else ()
+        if ratio == self.plan.config.ratio and not allocation:
             return self
         schedule = Schedule(self.plan.config)  # config: ratios of single tensors are resolved
-        return replace(self, plan=self.plan.under(schedule.settings(ratio), self.plan.update_rule))
+        settings = schedule.settings(ratio, allocation)
+        return replace(self, plan=self.plan.under(settings, self.plan.update_rule))

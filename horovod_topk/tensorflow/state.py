@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -13,14 +14,15 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.codec.measures import HOST
+from horovod_topk.core.control.allocation import is_due
 from horovod_topk.core.exchange.agreement import agree
 from horovod_topk.core.exchange.membership import check_elastic, check_steps_kept, elastic
 from horovod_topk.core.run.attached import Attached
 from horovod_topk.core.run.timing import Seconds
 from horovod_topk.core.state.residual import Squares
 from horovod_topk.core.state.state_dict import VARIABLES, renamed
-from horovod_topk.errors import UnsupportedOperationError
-from horovod_topk.methods.protocol import Method
+from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
+from horovod_topk.methods.protocol import Allocation, Method
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.tensorflow.collective import HorovodCollective, seconds_of
 from horovod_topk.tensorflow.gradients import clip, clipped_alone, is_dense, with_momentum
@@ -34,8 +36,9 @@ from horovod_topk.tensorflow.planning import (
     spec_of,
     unwrap,
 )
+from horovod_topk.tensorflow.refusals import refuse_one_thread
 from horovod_topk.tensorflow.state_variables import VariableState
-from horovod_topk.tensorflow.variables import Stores
+from horovod_topk.tensorflow.variables import Stores, apart
 from horovod_topk.updates.tensorflow import UpdateInputs
 from horovod_topk.updates.tracker import Moments
 
@@ -75,8 +78,8 @@ class OptimizerState(Attached[VariableState]):
         self._names = names = names_of(variables)
         self._known = {VARIABLES: names, "shapes": shapes_of(names, variables)}
         self._name_of = {id(unwrap(v)): name for v, name in zip(variables, names, strict=True)}
-        self._functions: dict[tuple[str, float | None, int], Callable[..., list[Any]]] = {}
-        self._traced: dict[tuple[str, float], CachedPlan] = {}  # plans of the traced graphs
+        self._functions: dict[tuple[object, ...], Callable[..., list[Any]]] = {}
+        self._traced: dict[tuple[object, ...], CachedPlan] = {}  # plans of the traced graphs
         self._raised: Exception | None = None  # error of the last step
         self._ended: float | None = None  # end of the last step, by `time.perf_counter`
         self.created = next(CREATED)
@@ -159,33 +162,81 @@ class OptimizerState(Attached[VariableState]):
         return with_momentum(gradients, variables, self._names, self._config, velocities)
 
     def _run(self, cached: CachedPlan, *given: Any) -> list[Any]:
+        state = self._state
+        if not tf.executing_eagerly() and state.allocates:
+            return self._from_graph(cached, *given)
         if not tf.executing_eagerly():
             return self._function(cached, None)(*given)
+        before = state.counter.committed if state.allocates else 0
         self._raised = None
         try:
-            return self._function(cached, self._state.ratio)(*given)
+            exchanged = self._function(cached, state.ratio)(*given)
         except tf.errors.OpError:
             if self._raised is not None:
                 raise self._raised from None
             raise
+        if state.allocates and is_due(before + 1) and state.counter.committed > before:
+            pairs = zip(cached.specs, map(Buffer, exchanged), strict=True)
+            state.allocate(cached.plan, {spec.name: state.ops.square(g) for spec, g in pairs})
+        return exchanged
+
+    def _from_graph(
+        self,
+        cached: CachedPlan,
+        gradients: list[Any],
+        rate: Any,
+        beta2: float,
+        squares: list[Any],
+    ) -> list[Any]:
+        """Run a step eagerly from a graph, as allocations change sizes that graphs have fixed.
+
+        Raises:
+            ConfigError: TensorFlow has one thread.
+        """
+        refuse_one_thread()
+        this, given = weakref.ref(self), [*gradients, rate, *squares]
+        places = [at for at, each in enumerate(given) if each is not None]
+        many, count = len(given), len(gradients)
+
+        def run(*tensors: Any) -> list[Any]:
+            state = this()
+            if state is None:
+                raise NotAttachedError(
+                    "a graph exchanges gradients, and its optimizer or tape was deleted",
+                    cure="Build the graph anew, or keep the optimizer or tape as long as it",
+                )
+            known: list[Any] = [None] * many
+            for at, tensor in zip(places, tensors, strict=True):
+                known[at] = tensor
+            return state._run(cached, known[:count], known[count], beta2, known[count + 1 :])
+
+        queue = _queue()  # one step at a time, after the update of the step before
+        with tf.control_dependencies([queue.read_value(), *self._state.updated()]):
+            dtypes = [each.dtype for each in gradients]
+            found = tf.py_function(run, [given[at] for at in places], dtypes)
+        with tf.control_dependencies(found):
+            queue.assign(0)
+        return [_shaped(each, spec.shape) for each, spec in zip(found, cached.specs, strict=True)]
 
     def _function(self, cached: CachedPlan, ratio: float | None) -> Callable[..., list[Any]]:
         """Return the function that runs a step at a ratio level; all traces of the step call it.
 
-        A graph has the number of ranks as a constant, so another number has its own function.
+        A graph has the number of ranks and the allocation as constants, so others have their own
+        function.
 
         ratio: ratio of the level; None: the level is chosen when the function runs.
         """
-        key, this = (cached.name, ratio, self._state.collective.size), weakref.ref(self)
+        allocation, this = self._state.allocation, weakref.ref(self)
+        key = cached.name, ratio, allocation, self._state.collective.size
         if key not in self._functions:
 
             def build(*given: Any) -> Any:
                 state = this()
                 assert state is not None  # it traces this function
                 if ratio is not None:
-                    return state._build(cached, ratio, *given)
+                    return state._build(cached, ratio, allocation, *given)
                 schedule = state._state.schedule_in_graphs
-                return schedule.traced(lambda each: state._build(cached, each, *given))
+                return schedule.traced(lambda each: state._build(cached, each, (), *given))
 
             self._functions[key] = tf.function(build, autograph=False)
         return self._functions[key]
@@ -228,13 +279,14 @@ class OptimizerState(Attached[VariableState]):
         self,
         cached: CachedPlan,
         ratio: float,
+        allocation: Allocation,
         gradients: list[Any],
         rate: Any,
         beta2: float,
         squares: list[Any],
     ) -> Any:
         """Build the graph of one step, with the function that ends it on the host."""
-        cached = cached.at(ratio)
+        cached = cached.at(ratio, allocation)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
             moments = {
@@ -244,7 +296,7 @@ class OptimizerState(Attached[VariableState]):
             given = cached, gradients, self._state, due, rate, moments
             exchanged, flags, sums, seconds = _step(*given)
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
-            this, key = weakref.ref(self), (cached.name, ratio)
+            this, key = weakref.ref(self), (cached.name, ratio, allocation)
             self._traced[key] = cached
 
             def count(flags: Any, sums: Any, seconds: Any) -> tuple[int, int, list[float]]:
@@ -297,6 +349,17 @@ class OptimizerState(Attached[VariableState]):
         for name, gradient in zip(self._names, gradients, strict=True):
             if isinstance(gradient, tf.IndexedSlices) and name not in self._skipped:
                 self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
+
+
+@functools.cache
+def _queue() -> Any:
+    """A variable that graphs read before a step of `_from_graph`, and write after it."""
+    return apart(_zero)
+
+
+def _zero() -> Any:
+    with tf.device("cpu"):
+        return tf.Variable(0, False)
 
 
 def _step(

@@ -27,7 +27,7 @@ from horovod_topk.core.state.named_state import NamedState
 from horovod_topk.core.state.residual import Arenas, Squares
 from horovod_topk.core.state.state_dict import METHOD_STATE, OWNED, RESIDUALS, VELOCITY, converted
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import UNIFORM, Method, Seeded, StateSpec, UpdateRule
+from horovod_topk.methods.protocol import Method, Seeded, StateSpec, UpdateRule
 from horovod_topk.ops.tensorflow import Array, Buffer, Scaled, TensorFlowOps, joined
 from horovod_topk.tensorflow.collective import GraphTimer
 from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
@@ -138,13 +138,6 @@ class VariableState(Tensors, State[Array]):
                 f"residuals={config.residuals!r} was given, and TensorFlow keeps residuals in "
                 "float32",
                 cure="Leave residuals= out, or train in PyTorch",
-            )
-        if config.allocation != UNIFORM:
-            raise ConfigError(
-                f"allocation={config.allocation!r} was given, and TensorFlow's graphs are traced "
-                "for fixed sizes of payloads",
-                cure="Leave allocation= out, and pass ratios by hand, as in ratio={'head*': 0.05, "
-                "'*': 0.01}; or train in PyTorch",
             )
         if config.guard is not None and config.guard.slower is not None:
             raise ConfigError(
@@ -261,7 +254,8 @@ class VariableState(Tensors, State[Array]):
         codec = PayloadCodec(self.ops, self.arrived)
         if self.states_facts:
             rate = None if rates is None else rates.rate
-            stated = self.schedule_in_graphs.facts(plan.config.ratio, rate)
+            known = plan.config.ratio, rate, self._digest_of_allocation
+            stated = self.schedule_in_graphs.facts(*known)
             codec.measures.facts = {plan.buckets[0].ordinal: Buffer(stated)}
         committed = None
         if isinstance(self.config, Seeded):
@@ -316,6 +310,13 @@ class VariableState(Tensors, State[Array]):
     @property
     def _normalises(self) -> bool:
         return isinstance(self.update_rule, Rule) and self.update_rule.normalises
+
+    def updated(self) -> list[Any]:
+        """Values, in a graph, of the variables that only the optimizer's update writes."""
+        parts = {key: part for key, part in self.parts.items() if part.spec and part.spec.in_place}
+        pieces = [self._piece(key, name) for key, part in parts.items() for name in part.pieces]
+        variables = {id(piece.variable): piece.variable for piece in pieces}
+        return [variable.read_value() for variable in variables.values()]
 
     def note_codes(self, plan: Plan, sound: Any) -> None:
         """Note in a graph what the update does to codes; sound: whether the step is committed."""

@@ -104,14 +104,17 @@ class TracedSchedule:
     def lineage(self, digest: int) -> None:
         self._lineage.assign(digest)
 
-    def facts(self, ratio: float, rate: Any) -> Any:
+    def facts(self, ratio: float, rate: Any, allocated: int) -> Any:
         """Facts of a step in a graph, [4] uint8; see `core.plan.facts`.
 
-        rate: the learning rate, [] float64, or None.
+        Args:
+            ratio: the ratio of the step.
+            rate: the learning rate, [] float64, or None.
+            allocated: digest of the allocation that the graph is built for.
         """
         rates = 0 if rate is None else tf.bitcast(rate, tf.int64) % PRIME
         asked = tf.cast(self._asked.read_value(), tf.int64)
-        state = with_ratio(self._lineage.read_value(), asked)
+        state = with_ratio(self._lineage.read_value() + allocated, asked)
         number = pack(self.read(), self._schedule.below_usual(ratio), state, rates)
         return tf.cast(tf.stack([number // 256**i % 256 for i in range(FACTS_BYTES)]), tf.uint8)
 

@@ -70,10 +70,11 @@ ROWS = {
     "top-k, warm-up": of(ratio=0.05, warmup=[(2, 0.5), (4, 0.2)]),
     "top-k, corrected momentum": of(momentum=0.9),
     "top-k, Nesterov's": of(momentum=(0.9, "nesterov")),
-    "top-k, narrow residuals": of(residuals="int4"),  # this and the next not in TensorFlow
+    "top-k, narrow residuals": of(residuals="int4"),  # not in TensorFlow
     "top-k, adaptive": of(allocation="adaptive"),
     "sharded": of(exchange="sharded"),
     "sharded, int8, fewer back": of(exchange="sharded", values="int8", ratio=(0.1, 0.02)),
+    "sharded, adaptive": of(exchange="sharded", values="int4", allocation="adaptive"),
     "sharded, int2": of(exchange="sharded", values="int2"),
     "sharded, signs, own ratios": of(exchange="sharded", values="sign", **OWN),
     "sharded, warm-up": of(exchange="sharded", ratio=0.05, warmup=[(2, 0.5), (4, 0.2)]),

@@ -27,7 +27,7 @@ from horovod_topk.config import Settings, fields_of, settings_of
 from horovod_topk.core.codec.measures import Measures
 from horovod_topk.core.plan.facts import START
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import Method
+from horovod_topk.methods.protocol import Allocation, Method
 from horovod_topk.schedules import MEMORY, Decision
 
 __all__ = ["DENSE", "LEVELS", "MEMORY", "Clock", "Counter", "Decision", "HostCounter", "Schedule"]
@@ -214,11 +214,17 @@ class Schedule:
         log.warning("TopKEF: the checkpoint's set_ratio(%s) is no ratio of this optimizer's", saved)
         return otherwise
 
-    def settings(self, ratio: float) -> Method:
-        """The settings at a ratio level."""
+    def settings(self, ratio: float, allocation: Allocation = ()) -> Method:
+        """The settings at a ratio level.
+
+        allocation: which share of its elements each tensor sends; empty: the ratio's.
+        """
         settings = self._config.at(ratio)
         profile = {} if self._schedule is None else self._schedule.profile(ratio)
-        return replace(settings, **fields_of(type(settings), profile)[0]) if profile else settings
+        changed = fields_of(type(settings), profile)[0] if profile else {}
+        if allocation and ratio >= self._config.ratio:  # below, others would be sent whole
+            changed["allocation"] = allocation
+        return replace(settings, **changed) if changed else settings
 
     def _check_profiles(self, schedule: schedules.Schedule) -> None:
         """Refuse profiles for ratios that cannot have one, or of settings that cannot change."""

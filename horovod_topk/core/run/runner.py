@@ -12,12 +12,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.measures import EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.codec.momentum import check_dtypes
-from horovod_topk.core.control.allocation import Allocator, is_due
+from horovod_topk.core.control.allocation import is_due
 from horovod_topk.core.exchange.meeting import Meets
 from horovod_topk.core.exchange.probe import Probe, Probed
 from horovod_topk.core.exchange.protocol import Exchange, Storage, Traffic
@@ -101,7 +101,6 @@ class StepRunner(State[Array]):
         self._sampled = WATCHED if guard is not None and guard.residual is not None else SAMPLED
         self._sampled = NARROW if self.saturates else self._sampled
         self._level = plan.config.ratio, True, exchange, self.allocation
-        self._allocator: Allocator | None = None  # once it was needed
         self._ranks = self.rank_and_ranks  # that the buckets' exchanges are built for
         self.step = self._new_step()
         self.frozen: Callable[[], Collection[str]] = tuple  # tensors whose learning rate is 0 now
@@ -246,7 +245,7 @@ class StepRunner(State[Array]):
         if committed:
             self.guard.time(seconds.cost, self.counter.committed)
             if self.step.weighs:
-                self._allocate()
+                self.allocate(self._agreed, self.step.weights())
         known = flagged if whole else ()
         fell_back = self.decide(self.plan, self.arrived, known, committed=committed)
         ended = self.traffic(), flagged
@@ -383,18 +382,6 @@ class StepRunner(State[Array]):
             self._dense = dense_beside(self._usual)
         return self._dense
 
-    def _allocate(self) -> None:
-        """Allocate bytes to tensors by the exchanged gradients of the step that has ended."""
-        squares = self.step.weights()
-        if self._allocator is None:
-            rule = self.update_rule
-            is_linear = rule is not None and rule.is_linear
-            self._allocator = Allocator(self._agreed, is_linear=is_linear)
-        if squares:
-            numbers = self._numbers_of(self._ops.joined([*squares.values()]))
-            found = self._allocator.allocate(dict(zip(squares, numbers, strict=True)))
-            self.allocation = self.allocation if found is None else found
-
     def _switch_level(
         self, ratio: float, adapts: bool, exchange: Exchange[Array], allocation: Allocation
     ) -> None:
@@ -408,9 +395,7 @@ class StepRunner(State[Array]):
             exchange: how gradients travel at this level.
             allocation: which share of its elements each tensor sends.
         """
-        settings, decided = self.schedule.settings(ratio), cast("Any", {"allocation": allocation})
-        if allocation and ratio >= self.config.ratio:  # below, other tensors would be sent whole
-            settings = replace(settings, **decided)
+        settings = self.schedule.settings(ratio, allocation)
         if exchange is not self._usual:
             settings = Whole.beside(settings)
         self._level, self.exchange = (ratio, adapts, exchange, allocation), exchange

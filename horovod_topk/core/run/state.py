@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from horovod_topk.core.codec.measures import VERDICT, Rows, all_measures
+from horovod_topk.core.control.allocation import Allocator
 from horovod_topk.core.control.guard import COMMON, Watch, guard_of
 from horovod_topk.core.control.schedule import Clock, Counter, HostCounter, Schedule
 from horovod_topk.core.exchange.membership import elastic
@@ -188,6 +189,20 @@ class State(Counting[Array]):
     def allocates(self) -> bool:
         """Whether bytes are allocated to tensors in training."""
         return self.config.allocation == ADAPTIVE
+
+    def allocate(self, plan: Plan, squares: Mapping[str, Array]) -> None:
+        """Allocate bytes to tensors by the exchanged gradients of a committed step.
+
+        Args:
+            plan: the tensors, at the ratio of the settings.
+            squares: sum of squares of each tensor's exchanged gradient, [1] float32.
+        """
+        if squares:
+            rule = self.update_rule
+            allocator = Allocator(plan, is_linear=rule is not None and rule.is_linear)
+            numbers = self._numbers_of(self._ops.joined([*squares.values()]))
+            found = allocator.allocate(dict(zip(squares, numbers, strict=True)))
+            self.allocation = self.allocation if found is None else found
 
     @property
     def _digest_of_allocation(self) -> int:

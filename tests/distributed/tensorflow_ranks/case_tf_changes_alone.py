@@ -14,10 +14,19 @@ from horovod_topk.errors import PlanMismatchError
 from horovod_topk.tensorflow import TopKEF
 
 ODD = 1  # the rank that does something alone
+STATE = "a state that was loaded or reset"
+
+
+def allocate(own: TopKEF, saved: dict[str, Any]) -> None:
+    """More bytes for a tensor."""
+    own.behind._state.allocation = (("v0", 3),)
+
+
 ACTS: dict[str, tuple[Callable[[TopKEF, dict[str, Any]], None], str]] = {
     "set_ratio": (lambda own, _: own.set_ratio(1.0), "the ratio of this step"),
     "load": (lambda own, saved: own.load_state_dict(saved), "the number of committed steps"),
-    "reset": (lambda own, _: own.reset(), "a state that was loaded or reset"),
+    "reset": (lambda own, _: own.reset(), STATE),
+    "allocate": (allocate, STATE),
 }
 
 
@@ -33,7 +42,8 @@ def said(error: BaseException) -> str:
 @pytest.mark.parametrize("act", ACTS)
 def test_every_rank_names_the_one_that_changed(act: str, exchange: str, graph: bool) -> None:
     does, text = ACTS[act]
-    compression = TopKEF(warmup=None, exchange=exchange, min_numel=0)
+    by = "adaptive" if act == "allocate" else "uniform"
+    compression = TopKEF(warmup=None, exchange=exchange, min_numel=0, allocation=by)
     compression.set_ratio(None)  # graphs have a branch for each ratio
     run = Run(compression, graph)
     run.take(0)

@@ -7,13 +7,19 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
-from kerasses import LIBRARIES, fit
+import tensorflow as tf
+from kerasses import LIBRARIES, fit, same
 from oracle.schedules import ByGradient
 from proof import assert_ranks_equal
 from tapes import Run, equal
 
+import horovod_topk.tensorflow
+from horovod_topk.core.control import allocation
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.errors import ConfigError, StateDictError
+from horovod_topk.methods.topk import TopK
+from horovod_topk.tensorflow.planning import CachedPlan
 from plain import PlainTopKEF as TopKEF
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
@@ -76,6 +82,13 @@ def test_what_cannot_work_is_refused() -> None:
         run.compression.set_ratio(1.0)
 
 
+def test_a_graph_in_one_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
+    run = Run(TopKEF(**SPARSE, allocation="adaptive"), graph=True)
+    with pytest.raises(ConfigError, match=r"and there is 1\. Call tf\.config"):
+        run.take(0)
+
+
 @pytest.mark.one_in(2, first=1)
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 def test_fit(library: Any) -> None:
@@ -87,3 +100,43 @@ def test_fit(library: Any) -> None:
     assert len(sizes) == 16
     assert sizes[0] == sizes[1] > sizes[2] == sizes[3] > sizes[4] == sizes[15]
     assert_ranks_equal(model.get_weights())
+
+
+def test_an_allocation_holds_where_all_of_its_tensors_are_exchanged() -> None:
+    """Among fewer tensors the sum of bytes would be another."""
+    specs = [TensorSpec(name, (30, 20), "float32") for name in "ab"]
+    cached = CachedPlan(tuple(specs), make_plan(specs, TopK(ratio=0.05, min_numel=0)), "tape", 0)
+    assert cached.at(0.05, (("a", 4), ("c", -4))) is cached
+    a, b = cached.at(0.05, (("a", 4), ("b", -4))).plan.tensors()
+    assert (a.entries, b.entries) == (60, 15)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+def test_bytes_are_allocated_in_fit(
+    library: Any, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the optimizer's adapted update: a graph of four steps takes those of four graphs, and
+    steps before the first allocation are those of one ratio.
+    """
+    sizes = list[int]()
+
+    def trained(first: int, steps: int = 1, by: str = "adaptive") -> Any:
+        monkeypatch.setattr(allocation, "FIRST", first)
+        settings = SPARSE | {"allocation": by, "warmup": None, "follow_lr": False}
+        compression = horovod_topk.tensorflow.TopKEF(**settings)
+        compression.on_step(lambda counters: sizes.append(counters.sent_bytes))
+        own = getattr(library.optimizers, optimizer)(0.05)
+        model = fit(library, own, compression, epochs=1, steps=steps)
+        ratios = compression.behind.stats().ratios.values()
+        assert any(ratio < 0.05 for ratio in ratios) == (first < 8)
+        return model
+
+    assert same(trained(60), trained(60, by="uniform"))
+    sizes.clear()
+    models = [trained(2, steps) for steps in (1, 4)]  # allocations after 2, 4, 8 committed steps
+    assert sizes[:8] == sizes[8:]
+    assert sizes[0] == sizes[1] >= max(sizes)
+    assert same(*models)
+    assert_ranks_equal(models[0].get_weights())
