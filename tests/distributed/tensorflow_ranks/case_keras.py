@@ -173,6 +173,7 @@ def test_of_names_what_is_not_ours() -> None:
         TopKEF.of(distributed(keras, keras.optimizers.SGD(0.05), hvd.Compression.none))
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_without_horovod(tmp_path: Path) -> None:
     """That it goes on with Horovod, as if it had not stopped, is in case_tf_auto.py."""
     model = fit(keras, with_momentum(keras), TopKEF(**EVERYTHING), epochs=1)

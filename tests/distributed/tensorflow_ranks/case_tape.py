@@ -32,7 +32,7 @@ def test_everything_sent_equals_dense(graph: bool, model: dict[str, Any]) -> Non
     assert_same_history(train(TopKEF(**EVERYTHING), graph=graph, **model), dense)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -62,6 +62,7 @@ def test_more_groups_than_variables_are_as_many_buckets() -> None:
     assert compression.stats().buckets == len(SHAPES)
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(3)
 def test_a_process_set_exchanges_among_its_members(pair: Any) -> None:
     options = {"options": {"process_set": pair}, "steps": FEW}

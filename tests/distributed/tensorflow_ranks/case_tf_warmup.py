@@ -76,7 +76,7 @@ def test_what_cannot_work_is_refused() -> None:
         run.compression.set_ratio(1.0)
 
 
-@pytest.mark.one_in(2, first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 def test_fit(library: Any) -> None:
     compression, seen = TopKEF(**WARM), list[StepCounters]()
