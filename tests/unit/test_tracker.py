@@ -350,9 +350,8 @@ def test_auto_does_not_choose_an_exchange_that_hides_what_a_rank_has_sent() -> N
 # SGD's states.
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.one_in(3)
-@each_backend
+@some_backends
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 @pytest.mark.parametrize("reduction", ["average", "sum"])
 def test_sgds_states_are_those_of_the_formulas(
