@@ -21,6 +21,8 @@ export OMP_NUM_THREADS ?= 1
 # horovodrun tells Open MPI of as many slots as ranks, so where cores are fewer it does not notice and
 # waits by spinning on the core that another rank needs: a collective then takes 5 to 8 times longer.
 export OMPI_MCA_mpi_yield_when_idle ?= 1
+# Without compiled modules on disk each of some 40 ranks would compile the package and its cases anew.
+unexport PYTHONDONTWRITEBYTECODE
 # TensorFlow's greetings, once for each process that horovodrun starts.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
@@ -60,7 +62,7 @@ clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
 
 ## Tests. A part of them: make test TESTS=tests/unit ARGS="-k payload"
 
-test: setup ## test every feature and every law, on real ranks too (6 minutes)
+test: setup ## test every feature and every law, on real ranks too (5 minutes)
 	$(RUN) -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
 
 test-tools: TIER = tools

@@ -16,7 +16,7 @@ Rules for implementations:
 - If an implementation builds a graph, `validate` and all that follows run with the graph.
 - Operations are deterministic: equal arguments give equal bits, also for `random_bits`.
 
-`horovod_topk.ops.numpy` is the reference in tests, in the shortest correct code.
+`tests/oracle/numpy_ops.py` is the reference in tests, in the shortest correct code.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from oracle.dithered import Dithered
+from oracle.numpy_ops import NumpyOps
 from oracle.two_rounds import TwoRounds
 from oracle.world import World
 
@@ -23,7 +24,6 @@ from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.state.state_dict import parts_of
 from horovod_topk.methods import METHODS
-from horovod_topk.ops.numpy import NumpyOps
 from worked_example import register
 
 METHODS |= {"TwoRounds": TwoRounds, "Dithered": Dithered}

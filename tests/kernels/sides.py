@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from oracle.numpy_ops import NumpyOps
 
 from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.codec.momentum import OptimizerMoments, velocities_of
@@ -17,7 +18,6 @@ from horovod_topk.core.state.residual import Arenas
 from horovod_topk.methods import Codec
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops import coding
-from horovod_topk.ops.numpy import NumpyOps
 from horovod_topk.ops.torch import TorchOps
 
 Array = NDArray[Any]

@@ -117,6 +117,7 @@ class Training:
 
 
 @needs_triton
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("row", "kind", "exchange", "dtype"),
     [

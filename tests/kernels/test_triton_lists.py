@@ -54,9 +54,10 @@ def test_on_a_gpu() -> None:
 
 
 @needs_triton
+@pytest.mark.tiers("fast", "rest", "all")
 @pytest.mark.timeout(600)
-def test_kernels_compile_without_a_gpu() -> None:
-    run_cases("compile_*", "all", __file__, TRITON_INTERPRET="0")
+def test_kernels_compile_without_a_gpu(tier: str) -> None:
+    run_cases("compile_*", tier, __file__, TRITON_INTERPRET="0")
 
 
 # What follows runs under `run_cases`.
@@ -350,6 +351,7 @@ def sides(
         yield Side(TorchOps(kernels=kernels), device, plan.buckets[0])
 
 
+@pytest.mark.one_in(2, first=1)
 @pytest.mark.parametrize("generation", [80, 90])
 def compile_lists(generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormals survive, each operation is correctly rounded, and no register is spilled."""

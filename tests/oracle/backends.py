@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from horovod_topk.ops import Ops
-from horovod_topk.ops.numpy import NumpyOps
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
 from horovod_topk.ops.torch import DTYPES, TorchOps
 from oracle.graph import GraphOps
+from oracle.numpy_ops import NumpyOps
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import pytest
 from distributed.launcher import run
 from numpy.typing import NDArray
 
-from horovod_topk.ops.numpy import NumpyOps
 from oracle import training
 from oracle.loopback import Loopback, on_every_rank
+from oracle.numpy_ops import NumpyOps
 
 TIME_OUT = 100.0  # seconds; a run takes two
 

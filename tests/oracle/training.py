@@ -23,7 +23,7 @@ from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.methods.topk import TopK
-from horovod_topk.ops.numpy import NumpyOps
+from oracle.numpy_ops import NumpyOps
 
 STEPS = 6
 SKIPPED = 3  # the step in which rank 1 has a NaN

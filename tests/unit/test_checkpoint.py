@@ -69,6 +69,7 @@ FRAMEWORKS = pytest.mark.parametrize(
 CHANGED = [SPECS[0], TensorSpec("läyer/b", (4,), "float32")]
 
 
+@pytest.mark.one_in(2)
 @EXCHANGES
 @FRAMEWORKS
 def test_what_was_saved_comes_back(
@@ -180,6 +181,7 @@ def test_a_tensor_that_does_not_fit_starts_at_zero_when_asked(tmp_path: Path, ca
     assert not fresh.residuals()[1]["läyer/b"].any()
 
 
+@pytest.mark.one_in(3)
 @FRAMEWORKS
 @pytest.mark.parametrize(
     ("before", "after", "size"),

@@ -56,7 +56,6 @@ ROOMS = {
     "ops/orthonormal.py": ".ops.protocol",
     "ops/philox.py": "",
     "ops/coding.py": "",
-    "ops/numpy.py": ".ops.coding .ops.philox .ops.protocol .ops.verbs numpy",
     "ops/torch.py": (
         ".kernels .ops.coding .ops.philox .ops.protocol .ops.torch_lists .ops.torch_packing "
         ".ops.verbs torch"
@@ -244,7 +243,6 @@ def test_every_room_keeps_to_its_own_imports() -> None:
         ("core/run/step.py", "from horovod_topk.updates import tracker"),
         ("ops/torch.py", "import numpy"),
         ("ops/torch.py", "from horovod_topk.core import plan"),
-        ("ops/numpy.py", "from horovod_topk.ops.torch import TorchOps"),
         ("ops/protocol.py", "from horovod_topk.core.plan.buckets import Plan"),
         ("torch/state.py", "import tensorflow"),
         ("torch/state.py", "from horovod_topk.tensorflow import TopKEF"),

@@ -67,8 +67,7 @@ def test_a_dense_one_trains(refused: str) -> None:
     task = HEAVY.task()
     raised = refuse(task, refused)
     optimizer = HEAVY.distributed(task, hvd.Compression.none)
-    for step in range(3):
-        training.ordinary(task, optimizer, step)
+    training.train(task, optimizer, range(3))
     by_itself = training.trajectory(HEAVY, hvd.Compression.none, 3)[-1]
     assert_ranks_equal(task.parameters())
     torch.testing.assert_close(training.snapshot(task), by_itself)  # Horovod adds up in any order
@@ -96,8 +95,7 @@ def test_horovods_hooks_stay_where_nothing_is_compressed() -> None:
         optimizer = setup.distributed(task, TopKEF(clip_norm=1e6))
         assert not TopKEF.of(optimizer).active
         assert len(optimizer._grad_accs) == len(list(task.parameters()))
-        for step in range(3):
-            training.ordinary(task, optimizer, step)
+        training.train(task, optimizer, range(3))
         plain = HEAVY.task()
         by_hand = heavy_ball(plain.parameters())
         for step in range(3):
@@ -130,8 +128,7 @@ def test_other_operations(op: str) -> None:
 @pytest.mark.parametrize("first", [TopKEF(**SPARSE), hvd.Compression.none], ids=["ours", "dense"])
 def test_two_optimizers_do_not_share_a_parameter(first: Any) -> None:
     """While both exist: the first may be a reference cycle that nobody refers to."""
-    task = Setup().task()
-    optimizer = Setup().distributed(task, first)
+    task, optimizer = Setup().start(first)
     for second in (TopKEF(**SPARSE), hvd.Compression.none):
         if first is second is hvd.Compression.none:
             continue
@@ -140,8 +137,7 @@ def test_two_optimizers_do_not_share_a_parameter(first: Any) -> None:
     training.ordinary(task, optimizer, 0)
     del optimizer
     optimizer = Setup().distributed(task, TopKEF(**SPARSE))
-    for step in range(2):
-        training.ordinary(task, optimizer, step)
+    training.train(task, optimizer, range(2))
     assert_ranks_equal(task.parameters())
     assert TopKEF.of(optimizer).stats().steps == 2
 

@@ -74,8 +74,7 @@ def test_gradients_are_clipped_here_too() -> None:
     setup = Setup(optimizer=training.plain_sgd)
     runs = []
     for compression in (TopKEF(clip_norm=0.01), hvd.Compression.none):
-        task = setup.task()
-        optimizer = setup.distributed(task, compression)
+        task, optimizer = setup.start(compression)
         for step in range(3):
             optimizer.zero_grad()
             task.loss(0, step).backward()
@@ -106,8 +105,7 @@ def test_sparse_gradients_are_clipped_as_dense_ones(sparse: bool) -> None:
 
 def test_a_sparse_gradient_is_not_left_unclipped_here_either() -> None:
     setup = Setup(build=training.Embedded, optimizer=training.plain_sgd)
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(clip_norm=0.01))
+    task, optimizer = setup.start(TopKEF(clip_norm=0.01))
     before = training.snapshot(task)
     task.loss(0, 0).backward()
     kept = [p.grad.to_dense() for p in task.parameters() if p.grad is not None]

@@ -35,8 +35,7 @@ def loss(task: Task, step: int, factor: float) -> torch.Tensor:
 
 def run(settings: dict[str, Any], factor: float = 1.0, steps: int = 12) -> tuple[Any, Any, Any]:
     """A task, its optimizer, and norms of residual and gradient after each step."""
-    task = PLAIN.task()
-    optimizer = PLAIN.distributed(task, TopKEF(**settings))
+    task, optimizer = PLAIN.start(TopKEF(**settings))
     norms = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -102,8 +101,7 @@ def test_several_passes_are_clipped_as_one() -> None:
         options={"backward_passes_per_step": 2},
         take_step=training.accumulated(2),
     )
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE, clip_norm=0.01))
+    task, optimizer = setup.start(TopKEF(**SPARSE, clip_norm=0.01))
     for step in range(3):
         setup.take_step(task, optimizer, step)
         norm = TopKEF.of(optimizer).stats().gradient_norm

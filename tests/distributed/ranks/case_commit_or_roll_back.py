@@ -12,7 +12,7 @@ from torch import Tensor
 
 import training
 from plain import PlainTopKEF as TopKEF
-from training import Setup, Task
+from training import Setup, Task, exchange, take
 from witness import (
     assert_ranks_equal,
     assert_residuals,
@@ -35,24 +35,11 @@ def warm(
 ) -> tuple[Any, Any]:
     """A task and its optimizer after a few steps, so that residuals are not zero."""
     setup = setup or Setup()
-    task = setup.task()
-    optimizer = setup.distributed(task, compression or TopKEF(**SPARSE))
+    task, optimizer = setup.start(compression or TopKEF(**SPARSE))
     for step in range(steps):
         setup.take_step(task, optimizer, step)
     assert steps == 0 or TopKEF.of(optimizer).stats().residual_norm > 0
     return task, optimizer
-
-
-def exchange(task: Task, optimizer: Any, step: int) -> None:
-    """A step up to and with `synchronize()`."""
-    optimizer.zero_grad()
-    task.loss(hvd.rank(), step).backward()
-    optimizer.synchronize()
-
-
-def take(optimizer: Any) -> None:
-    with optimizer.skip_synchronize():
-        optimizer.step()
 
 
 def assert_undisturbed(task: Task, optimizer: Any, steps: int) -> None:
@@ -81,8 +68,7 @@ def test_non_finite_gradient_on_one_rank(
     value: float, settings: dict[str, Any], stepped: bool
 ) -> None:
     setup = Setup()
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**settings))
+    task, optimizer = setup.start(TopKEF(**settings))
     for step in range(WARM_STEPS):
         setup.take_step(task, optimizer, step)
     flagged: list[tuple[str, ...]] = []
@@ -220,8 +206,7 @@ def test_loading_residuals_drops_a_step_under_way() -> None:
     exchange(task, optimizer, 99)
     TopKEF.of(optimizer).load_state_dict(saved)
     assert_residuals(optimizer, saved["residuals"])
-    for step in range(WARM_STEPS, 6):
-        training.ordinary(task, optimizer, step)
+    training.train(task, optimizer, range(WARM_STEPS, 6))
     assert_undisturbed(task, optimizer, 6)
 
 
@@ -238,8 +223,7 @@ def test_gradients_that_are_replaced_after_the_exchange_are_applied(edited: slic
     """To the bit what the same does in place."""
     setup, runs = Setup(), []
     for in_place in (True, False):
-        task = setup.task()
-        optimizer = setup.distributed(task, TopKEF(**SPARSE))
+        task, optimizer = setup.start(TopKEF(**SPARSE))
         for step in range(4):
             exchange(task, optimizer, step)
             for p in list(task.parameters())[edited]:

@@ -173,8 +173,7 @@ def check(make: Make, take: Any = given, *, matrices: bool = False, discarded: i
     discarded: exchanges whose gradients no step applies.
     """
     setup = Setup(build=lambda: Linear(matrices=matrices), optimizer=make)
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    task, optimizer = setup.start(TopKEF(**SPARSE))
     total = [torch.zeros_like(p, dtype=torch.float64) for p in task.parameters()]
     before = [p.detach().clone() for p in task.parameters()]
     for step in range(STEPS):

@@ -59,8 +59,7 @@ class Backwards(Task):
 
 def run(setup: Setup, compression: Any, steps: int = 6) -> tuple[list[Tensor], Any]:
     """The parameters after some steps, and the optimizer."""
-    task = setup.task()
-    optimizer = setup.distributed(task, compression)
+    task, optimizer = setup.start(compression)
     for step in range(steps):
         setup.take_step(task, optimizer, step)
     assert_ranks_equal(task.parameters())
@@ -132,8 +131,7 @@ def test_gradients_accumulate_without_an_exchange(view: bool) -> None:
 def test_what_an_unused_parameter_has_not_sent_is_applied() -> None:
     """DDP leaves the gradients of parameters alone that no rank has used."""
     setup = Setup(build=training.Optional, optimizer=training.plain_sgd)
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    task, optimizer = setup.start(TopKEF(**SPARSE))
     start, dense, given = training.snapshot(task), setup.task(), None
     for step in range(8):
         optimizer.zero_grad()
@@ -157,8 +155,7 @@ def test_what_an_unused_parameter_has_not_sent_is_applied() -> None:
 
 def test_a_parameter_that_is_frozen_later_stays_where_it_is() -> None:
     setup = Setup(options={"find_unused_parameters": True})
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE, momentum="auto"))
+    task, optimizer = setup.start(TopKEF(**SPARSE, momentum="auto"))
     for step in range(6):
         if step == 3:
             optimizer.zero_grad()
@@ -216,8 +213,7 @@ def test_a_layer_that_is_replaced_after_wrapping_is_named() -> None:
 
 def test_a_parameter_that_ddp_waits_for_is_named() -> None:
     """DDP itself raises an error one step later."""
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    task, optimizer = Setup().start(TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
     task.net[0].weight.requires_grad_(False)
     with (
@@ -228,8 +224,7 @@ def test_a_parameter_that_ddp_waits_for_is_named() -> None:
 
 
 def test_a_second_backward_in_one_step_is_refused() -> None:
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    task, optimizer = Setup().start(TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
     optimizer.zero_grad()
     task.loss(hvd.rank(), 1).backward()
@@ -295,8 +290,7 @@ def test_torchs_own_way_to_register_a_hook() -> None:
 
 
 def test_a_second_hook_is_refused_and_dense_steps_go_through_the_first() -> None:
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    task, optimizer = Setup().start(TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
     with pytest.raises(ConfigError, match="attached to this model and this optimizer already"):
         TopKEF().attach(optimizer.ddp, optimizer)
@@ -331,8 +325,7 @@ def test_a_hook_that_was_never_registered_is_noticed(in_closure: bool) -> None:
 
 
 def test_a_step_on_gradients_of_this_rank_alone() -> None:
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    task, optimizer = Setup().start(TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
     optimizer.zero_grad()
     with optimizer.ddp.no_sync():
@@ -361,8 +354,7 @@ def test_no_backward_at_all_exchanges(way: str) -> None:
 
 
 def test_joining_is_refused() -> None:
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    _, optimizer = Setup().start(TopKEF(**SPARSE))
     with pytest.raises(UnsupportedOperationError, match=r"join\(\) was called"):
         optimizer.ddp.join()
 
@@ -423,8 +415,7 @@ def test_a_new_optimizer_has_its_own_momentum(make: Callable[[Any], Any]) -> Non
             optimizer = Setup(optimizer=make).distributed(task, TopKEF(**settings))
         else:
             optimizer = replaced(optimizer, make, TopKEF(**settings))
-        for step in range(5, 12):
-            training.ordinary(task, optimizer, step)
+        training.train(task, optimizer, range(5, 12))
         assert TopKEF.of(optimizer).stats().rolled_back == 0
         return training.snapshot(task)
 
@@ -434,8 +425,7 @@ def test_a_new_optimizer_has_its_own_momentum(make: Callable[[Any], Any]) -> Non
 @pytest.mark.parametrize("in_closure", [True, False])
 def test_a_step_of_an_optimizer_that_is_not_attached(in_closure: bool) -> None:
     """Such training had no error feedback, and nothing said so."""
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    task, optimizer = Setup().start(TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
     other = training.adamw(task.parameters())
 
@@ -453,16 +443,14 @@ def test_a_step_of_an_optimizer_that_is_not_attached(in_closure: bool) -> None:
     ):
         other.step(closure if in_closure else None)
     other = replaced(optimizer, training.adamw, TopKEF(**SPARSE))
-    for step in range(2, 4):
-        training.ordinary(task, other, step)
+    training.train(task, other, range(2, 4))
     assert (TopKEF.of(other).stats().steps, TopKEF.of(other).stats().rolled_back) == (2, 0)
     with nothing_changes(task, other), pytest.raises(NotAttachedError, match=r"SGD.step\(\) was"):
         training.ordinary(task, optimizer, 4)  # the one that was replaced
 
 
 def test_a_deleted_optimizer_is_an_error_of_backward() -> None:
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**{**SPARSE, "follow_lr": True}))
+    task, optimizer = Setup().start(TopKEF(**{**SPARSE, "follow_lr": True}))
     training.ordinary(task, optimizer, 0)
     model, state = optimizer.ddp, TopKEF.of(optimizer)
     before = state.state_dict()["residuals"]
@@ -478,8 +466,7 @@ def test_a_deleted_optimizer_is_an_error_of_backward() -> None:
 
 
 def test_a_model_wrapped_anew_steps_while_the_old_one_is_there() -> None:
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    task, optimizer = Setup().start(TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
     model, other = DistributedDataParallel(task), training.adamw(task.parameters())
     TopKEF(**SPARSE).attach(model, other)
@@ -514,8 +501,7 @@ def test_an_optimizer_goes_on_with_a_model_wrapped_anew() -> None:
 
 def test_a_model_that_is_converted_too_late() -> None:
     """DistributedDataParallel exchanges nothing from then on, and does not say so."""
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    task, optimizer = Setup().start(TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
     task.to(torch.float64)
     optimizer.zero_grad()
@@ -540,8 +526,7 @@ def test_a_new_optimizer_that_is_refused_changes_nothing(
     settings: dict[str, Any], frozen: bool, says: str
 ) -> None:
     plain, _ = run(Setup(), TopKEF(**SPARSE))
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    task, optimizer = Setup().start(TopKEF(**SPARSE))
     for step in range(6):
         training.ordinary(task, optimizer, step)
         task.net[0].weight.requires_grad_(not frozen)
@@ -740,8 +725,7 @@ def test_an_error_in_a_hook_ends_backward_and_not_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It comes out of `backward()` as it was raised, on all ranks here; DDP goes on."""
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    task, optimizer = Setup().start(TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
     state = TopKEF.of(optimizer)
     with monkeypatch.context() as patched, nothing_changes(task, optimizer):

@@ -18,7 +18,7 @@ from witness import assert_close, assert_ranks_equal, assert_same_history
 
 pytestmark = pytest.mark.everywhere
 
-STEPS = 12
+STEPS = 8
 
 
 def each_branch(task: Any) -> list[list[Tensor]]:
@@ -172,10 +172,8 @@ def test_rank_outside_the_process_set_is_inactive(pair: hvd.ProcessSet) -> None:
 
 def test_sparse_embedding_is_left_to_horovod() -> None:
     setup = Setup(build=training.Embedded, optimizer=training.plain_sgd)
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(ratio=0.1, min_numel=0))
-    for step in range(3):
-        training.ordinary(task, optimizer, step)
+    task, optimizer = setup.start(TopKEF(ratio=0.1, min_numel=0))
+    training.train(task, optimizer, range(3))
     stats = TopKEF.of(optimizer).stats()
     assert "sparse" in stats.skipped["embedding.weight"]
     assert stats.elements == sum(p.numel() for p in task.head.parameters())

@@ -33,8 +33,7 @@ SPARSE = {"ratio": 0.1, "min_numel": 0}
 def warm(compression: object = None, **options: Any) -> tuple[Any, Any]:
     """A task and its optimizer after two steps."""
     setup = Setup(options=options)
-    task = setup.task()
-    optimizer = setup.distributed(task, compression or TopKEF(**SPARSE))
+    task, optimizer = setup.start(compression or TopKEF(**SPARSE))
     passes = options.get("backward_passes_per_step", 1)
     for step in range(2):
         training.accumulated(passes)(task, optimizer, step)
@@ -78,8 +77,7 @@ def test_outside_an_optimizer(compression: object) -> None:
 def test_tensor_changed_under_a_residual(data: torch.Tensor, found: str) -> None:
     """Where autograd sees the new gradient, it refuses or casts it; where it does not, we do."""
     setup = Setup(build=training.Optional, options={"groups": 2})
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    task, optimizer = setup.start(TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
     before = TopKEF.of(optimizer).state_dict()["residuals"]
     optimizer.zero_grad()
@@ -141,8 +139,7 @@ def test_sparse_gradient_that_would_not_be_changed_as_asked(
         options=options,
         groups=lambda task: [[p] for p in task.parameters()],
     )
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE, **CHANGED[setting]))
+    task, optimizer = setup.start(TopKEF(**SPARSE, **CHANGED[setting]))
     recording = record(monkeypatch)
     message = says("'embedding.weight'", f"sparse, and {setting}=", "sparse_as_dense=True")
     with nothing_changes(task, optimizer), pytest.raises(ConfigError, match=message):
@@ -161,8 +158,7 @@ def test_the_cure_for_a_sparse_gradient(setting: str) -> None:
         task = setup.task()
         task.embedding.sparse = bool(options)
         optimizer = setup.distributed(task, TopKEF(**SPARSE, **CHANGED[setting]))
-        for step in range(3):
-            training.ordinary(task, optimizer, step)
+        training.train(task, optimizer, range(3))
         runs.append(training.snapshot(task))
     for ours, theirs in zip(*runs, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -186,8 +182,7 @@ def test_refused_synchronize_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     the ranks that came to it before the error would wait for the others for ever.
     """
     setup = Setup(build=Idle, groups=lambda task: [[p] for p in task.parameters()])
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    task, optimizer = setup.start(TopKEF(**SPARSE))
     task.loss(hvd.rank(), 0).backward()
     task.idle[5].weight.data = torch.ones(4, 3)
     recording = record(monkeypatch)
@@ -235,8 +230,7 @@ def test_gradient_changed_before_synchronize(
     change: Callable[[Task, Any], None], ratio: float, options: dict[str, Any]
 ) -> None:
     setup = Setup(options=options)
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(ratio=ratio, min_numel=0))
+    task, optimizer = setup.start(TopKEF(ratio=ratio, min_numel=0))
     training.ordinary(task, optimizer, 0)
     optimizer.zero_grad()
     with nothing_changes(task, optimizer):
@@ -352,10 +346,8 @@ def test_join_sees_that_an_optimizer_is_gone_without_help() -> None:
 @pytest.mark.usefixtures("no_optimizers")
 def test_join_with_a_dense_optimizer() -> None:
     setup = Setup()
-    task = setup.task()
-    optimizer = setup.distributed(task, hvd.Compression.none)
-    for step in range(2 if hvd.rank() else 3):
-        training.ordinary(task, optimizer, step)
+    task, optimizer = setup.start(hvd.Compression.none)
+    training.train(task, optimizer, range(2 if hvd.rank() else 3))
     assert hvd.join() in range(hvd.size())
 
 
@@ -438,8 +430,7 @@ def closure_of(task: Task, optimizer: Any, step: int, *, passes: int = 1) -> Cal
 def test_a_closure_that_exchanges_is_evaluated_once_a_step(by_name: bool) -> None:
     """Parameters have moved by then, but residuals are those of before, and the next step works."""
     setup = Setup(optimizer=Extragradient)
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    task, optimizer = setup.start(TopKEF(**SPARSE))
     closure = closure_of(task, optimizer, 7)
     with (
         optimizer.skip_synchronize(),
@@ -461,8 +452,7 @@ def test_a_closure_is_evaluated_again_before_it_exchanges() -> None:
         optimizer=lambda parameters: Extragradient(parameters, each=False),
         options={"backward_passes_per_step": 2},
     )
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    task, optimizer = setup.start(TopKEF(**SPARSE))
     closure = closure_of(task, optimizer, 0, passes=2)
     for _ in range(2):
         with optimizer.skip_synchronize():
@@ -487,13 +477,6 @@ def test_lbfgs_that_needs_several_gradients(settings: dict[str, Any]) -> None:
     assert_ranks_equal(task.parameters())
 
 
-def exchanged_only(task: Task, optimizer: Any, step: int) -> None:
-    """A step up to where users clip."""
-    optimizer.zero_grad()
-    task.loss(hvd.rank(), step).backward()
-    optimizer.synchronize()
-
-
 def made_between(task: Task, optimizer: Any, step: int) -> None:
     """Gradients of a later parameter that are made after the others were exchanged."""
     later = [p for p in task.parameters() if p not in optimizer._requires_update]
@@ -509,7 +492,7 @@ def made_between(task: Task, optimizer: Any, step: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("take", [training.ordinary, exchanged_only, made_between])
+@pytest.mark.parametrize("take", [training.ordinary, training.exchange, made_between])
 @pytest.mark.parametrize("later", ["unfrozen", "added"])
 def test_a_parameter_that_is_trained_later_only(
     later: str, take: Callable[[Task, Any, int], None]

@@ -84,8 +84,7 @@ def test_a_scale_that_changes_changes_nothing(settings: dict[str, Any]) -> None:
     """To the bit, as the scales are powers of two."""
     setup = Setup(optimizer=training.plain_sgd)
     history, kept, stats = scaled_run(setup, settings, SCALES)
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**settings))
+    task, optimizer = setup.start(TopKEF(**settings))
     expected = []
     for step in range(len(SCALES)):
         training.ordinary(task, optimizer, step)
@@ -136,8 +135,7 @@ def test_a_disabled_scaler_changes_nothing() -> None:
 def test_stepping_without_synchronizing_first_is_refused() -> None:
     """The scaler would unscale what has been sent already, and leave no trace of it."""
     setup, scaler = Setup(), scaler_at(1024.0)
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE, grad_scaler=scaler))
+    task, optimizer = setup.start(TopKEF(**SPARSE, grad_scaler=scaler))
     take(task, optimizer, scaler, 0)
     scaler.update()
     optimizer.zero_grad()
@@ -162,8 +160,7 @@ def test_float16_parameters_are_refused() -> None:
 
 def test_a_scale_of_zero_is_refused() -> None:
     setup, scaler = Setup(), scaler_at(1024.0)
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(**SPARSE, grad_scaler=scaler))
+    task, optimizer = setup.start(TopKEF(**SPARSE, grad_scaler=scaler))
     take(task, optimizer, scaler, 0)
     scaler.update(0.0)
     optimizer.zero_grad()
@@ -196,7 +193,6 @@ def test_a_scaler_that_scales_nothing_is_not_warned_of() -> None:
         (scaler_at(1024.0), {"ratio": 1.0, "momentum": "auto"}),
     ):
         setup = Setup(optimizer=training.sgd)
-        task = setup.task()
-        optimizer = setup.distributed(task, TopKEF(**settings))
+        task, optimizer = setup.start(TopKEF(**settings))
         take(task, optimizer, scaler, 0)
         assert not TopKEF.of(optimizer).stats().warnings

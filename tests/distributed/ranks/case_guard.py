@@ -55,11 +55,9 @@ def fallen(setup: Setup, compressor: Any, after: int = 2) -> tuple[Task, Any, li
     task, seen = setup.task(), list[Any]()
     optimizer = setup.distributed(task, compressor)
     TopKEF.of(optimizer).on_step(seen.append)
-    for step in range(4):
-        training.ordinary(task, optimizer, step)
+    training.train(task, optimizer, range(4))
     storm(task, optimizer, range(4, 6))
-    for step in range(6, 6 + after):
-        training.ordinary(task, optimizer, step)
+    training.train(task, optimizer, range(6, 6 + after))
     return task, optimizer, seen
 
 

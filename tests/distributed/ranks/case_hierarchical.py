@@ -81,8 +81,7 @@ def test_stats_say_how_it_travels_and_sets_are_used_again(placed: Placing) -> No
 
 def test_ranks_of_one_machine_are_one_node() -> None:
     """Nothing is made up here."""
-    task = Setup().task()
-    optimizer = Setup().distributed(task, hierarchical())
+    task, optimizer = Setup().start(hierarchical())
     training.ordinary(task, optimizer, 0)
     stats = TopKEF.of(optimizer).stats()
     assert (stats.nodes, stats.between_bytes) == ((2,), 0)
@@ -96,8 +95,7 @@ def test_an_optimizer_of_a_process_set_uses_its_ranks(placed: Placing, pair: Any
     if hvd.rank() > 1:
         return
     setup = Setup(options={"process_set": pair})
-    task = setup.task()
-    optimizer = setup.distributed(task, hierarchical())
+    task, optimizer = setup.start(hierarchical())
     training.ordinary(task, optimizer, 0)
     assert_ranks_equal(task.parameters(), pair)
     assert TopKEF.of(optimizer).stats().nodes == (1, 1)
@@ -122,10 +120,8 @@ def test_a_process_set_that_others_would_have_to_add_is_an_error(placed: Placing
 def trained_by_auto(**settings: Any) -> Any:
     """An optimizer after three steps; ranks are equal."""
     setup = Setup(build=training.Branches)
-    task = setup.task()
-    optimizer = setup.distributed(task, hierarchical(exchange="auto", **settings))
-    for step in range(3):
-        training.ordinary(task, optimizer, step)
+    task, optimizer = setup.start(hierarchical(exchange="auto", **settings))
+    training.train(task, optimizer, range(3))
     assert_ranks_equal(task.parameters())
     return optimizer
 
@@ -158,8 +154,7 @@ def test_process_sets_that_are_there_are_used(placed: Placing) -> None:
     mine = hvd.add_process_set([0, 3])
     placed([[0, 3], [1, 2]])
     for _ in range(2):
-        task = Setup().task()
-        optimizer = Setup().distributed(task, hierarchical())
+        task, optimizer = Setup().start(hierarchical())
         training.ordinary(task, optimizer, 0)
         assert_ranks_equal(task.parameters())
     assert TopKEF.of(optimizer).stats().nodes == (2, 2)

@@ -51,8 +51,7 @@ def test_a_momentum_of_the_optimizer_is_refused() -> None:
 
 
 def test_a_momentum_that_comes_later_is_refused() -> None:
-    task = PLAIN.task()
-    optimizer = PLAIN.distributed(task, corrected())
+    task, optimizer = PLAIN.start(corrected())
     optimizer.param_groups[0]["momentum"] = 0.5
     before = training.snapshot(task)
     task.loss(hvd.rank(), 0).backward()
@@ -92,8 +91,7 @@ def test_one_rank_alone_may_have_loaded_another_momentum_before_it_is_distribute
     """As of a schedule that moves it; it is broadcast afterwards."""
     momentum = 0.8 if hvd.rank() == 0 else 0.9
     setup = Setup(optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=momentum))
-    task = setup.task()
-    ours = setup.distributed(task, auto())
+    task, ours = setup.start(auto())
     hvd.broadcast_optimizer_state(ours, root_rank=0)
     training.ordinary(task, ours, 0)
     assert ours.param_groups[0]["momentum"] == 0.8
@@ -121,15 +119,11 @@ def leave(task: Task) -> None:
 def trained(optimizer: Any, compression: TopKEF, change: Callable[[Task], None] = leave) -> Any:
     """An optimizer after three steps whose gradients were changed after the exchange."""
     setup = Setup(optimizer=optimizer)
-    task = setup.task()
-    distributed = setup.distributed(task, compression)
+    task, distributed = setup.start(compression)
     for step in range(3):
-        distributed.zero_grad()
-        task.loss(hvd.rank(), step).backward()
-        distributed.synchronize()
+        training.exchange(task, distributed, step)
         change(task)
-        with distributed.skip_synchronize():
-            distributed.step()
+        training.take(distributed)
     return distributed
 
 
@@ -150,8 +144,7 @@ def test_clipping_velocities_is_warned_of_once(
 
 
 def test_clipping_in_a_closure_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    task = PLAIN.task()
-    optimizer = PLAIN.distributed(task, corrected())
+    task, optimizer = PLAIN.start(corrected())
 
     def closure() -> Any:
         optimizer.zero_grad()
@@ -213,8 +206,7 @@ def test_unscaling_is_no_clipping(told: bool, caplog: pytest.LogCaptureFixture) 
 @pytest.mark.horovod
 def test_what_users_do_without_clipping_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Plain steps, an exchange that is dropped, gradients cleared in place, sparse ones."""
-    task = PLAIN.task()
-    optimizer = PLAIN.distributed(task, corrected())
+    task, optimizer = PLAIN.start(corrected())
     for step in range(6):
         task.loss(hvd.rank(), step).backward()
         if step % 2:
@@ -226,10 +218,8 @@ def test_what_users_do_without_clipping_is_not_warned_of(caplog: pytest.LogCaptu
         optimizer.step()
         optimizer.zero_grad()
     embedded = Setup(training.Embedded, training.plain_sgd, {"sparse_as_dense": True})
-    task = embedded.task()
-    optimizer = embedded.distributed(task, corrected())
-    for step in range(3):
-        training.ordinary(task, optimizer, step)
+    task, optimizer = embedded.start(corrected())
+    training.train(task, optimizer, range(3))
     assert "times larger" not in caplog.text
     assert not TopKEF.of(optimizer).stats().warnings
 

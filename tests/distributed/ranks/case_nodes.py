@@ -24,10 +24,8 @@ dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
 @pytest.mark.world_size(4)
 @pytest.mark.skipif(not dynamic, reason="needs process sets")
 def test_hosts_are_nodes() -> None:
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SETTINGS))
-    for step in range(4):
-        training.ordinary(task, optimizer, step)
+    task, optimizer = Setup().start(TopKEF(**SETTINGS))
+    training.train(task, optimizer, range(4))
     assert_ranks_equal(task.parameters())
     stats = TopKEF.of(optimizer).stats()
     assert (hvd.local_size(), stats.nodes, stats.because) == (2, (2, 2), "")
@@ -42,8 +40,7 @@ def test_nodes_announce_to_each_other() -> None:
     task = Setup().task()
     compressor = TernGrad(min_numel=0, exchange="hierarchical")
     optimizer = Setup().distributed(task, compressor)
-    for step in range(4):
-        training.ordinary(task, optimizer, step)
+    training.train(task, optimizer, range(4))
     optimizer.zero_grad()
     (task.loss(hvd.rank(), 9) * (float("nan") if hvd.rank() == 3 else 1.0)).backward()
     optimizer.synchronize()
@@ -78,8 +75,7 @@ def test_process_sets_are_made_anew_after_a_shutdown() -> None:
     hvd.barrier()
     hvd.shutdown()
     hvd.init(process_sets="dynamic")
-    task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SETTINGS))
+    task, optimizer = Setup().start(TopKEF(**SETTINGS))
     training.ordinary(task, optimizer, 0)
     assert_ranks_equal(task.parameters())
     assert TopKEF.of(optimizer).stats().nodes == (2, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch import nn
 import horovod_topk.torch
 import training
 from case_onebit_lamb import FREEZE, SMALL
-from horovod_topk import checkpoint
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.torch import OneBitAdam, OneBitLamb, SignSGD
 from plain import PlainTopKEF as TopKEF
+from resuming import assert_resumes
 from training import Task
 from witness import assert_ranks_equal, bits
 
@@ -47,8 +46,7 @@ def test_it_needs_no_compression() -> None:
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=task.named_parameters())
     sent = []
     TopKEF.of(optimizer).on_step(lambda counters: sent.append(counters.sent_bytes))
-    for step in range(4):
-        training.ordinary(task, optimizer, step)
+    training.train(task, optimizer, range(4))
     assert sent[0] == sent[1] > 5 * sent[2] == 5 * sent[3]
     assert (TopKEF.of(optimizer).stats().exchange, optimizer.param_groups[0]["lr"]) == (
         "sharded",
@@ -68,27 +66,13 @@ COMPRESSORS = {
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("name", [None, *COMPRESSORS])
 def test_a_run_goes_on_from_a_checkpoint_to_the_bit(name: str | None, tmp_path: Path) -> None:
-    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
-
     def made() -> tuple[Any, Any]:
         if name is None:
             return start()
         method, settings = COMPRESSORS[name]
         return start(compression=getattr(horovod_topk.torch, method)(min_numel=SMALL, **settings))
 
-    (task, optimizer), (again, other) = made(), made()
-    for step in range(6):
-        training.ordinary(task, optimizer, step)
-    checkpoint.save(folder, TopKEF.of(optimizer))
-    again.load_state_dict(task.state_dict())
-    other.load_state_dict(deepcopy(optimizer.state_dict()))
-    hvd.barrier()
-    checkpoint.load(folder, TopKEF.of(other))
-    for step in range(6, 10):
-        training.ordinary(task, optimizer, step)
-        training.ordinary(again, other, step)
-    assert torch.equal(bits(again.parameters()), bits(task.parameters()))
-    assert_ranks_equal(task.parameters())
+    assert_resumes(made, tmp_path)
 
 
 @pytest.mark.world_size(2, 3)

@@ -5,17 +5,16 @@ case_onebit_adam.py tests what it shares with OneBitAdam.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from horovod_topk import checkpoint
+from resuming import assert_resumes
 from training import Setup, ordinary
-from witness import assert_ranks_equal, bits
-from world import TopKEF, adapter, hvd
+from witness import assert_ranks_equal
+from world import adapter, hvd
 
 pytestmark = pytest.mark.everywhere
 
@@ -58,17 +57,4 @@ def test_where_all_is_sent_it_steps_on_the_mean_gradients() -> None:
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("name", ["signs", "top-k"])
 def test_a_run_goes_on_from_a_checkpoint_to_the_bit(name: str, tmp_path: Path) -> None:
-    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
-    (task, optimizer), (again, other) = start(name), start(name)
-    for step in range(6):
-        ordinary(task, optimizer, step)
-    checkpoint.save(folder, TopKEF.of(optimizer))
-    again.load_state_dict(task.state_dict())
-    other.load_state_dict(deepcopy(optimizer.state_dict()))
-    hvd.barrier()
-    checkpoint.load(folder, TopKEF.of(other))
-    for step in range(6, 10):
-        ordinary(task, optimizer, step)
-        ordinary(again, other, step)
-    assert torch.equal(bits(again.parameters()), bits(task.parameters()))
-    assert_ranks_equal(task.parameters())
+    assert_resumes(lambda: start(name), tmp_path)

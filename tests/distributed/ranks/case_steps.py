@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import training
 from plain import PlainTopKEF
-from training import Setup, Task, noise
+from training import Setup, Task, exchange, noise, ordinary
 from witness import assert_ranks_equal, assert_same
 from world import TopKEF, hvd
 
@@ -61,30 +61,17 @@ def sgd(parameters: Any) -> Any:
 
 def build(compression: Any, optimizer: Callable[[Any], Any] = sgd) -> tuple[Any, Any]:
     setup = Setup(Linear, optimizer, parameter_groups=groups)
-    task = setup.task()
-    return task, setup.distributed(task, compression)
+    return setup.start(compression)
 
 
 def sparse(**settings: Any) -> PlainTopKEF:
     return PlainTopKEF(**{"ratio": 0.02, "min_numel": 0, "guard": None, **settings})
 
 
-def exchange(task: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    task.loss(hvd.rank(), step).backward()
-    optimizer.synchronize()
-
-
-def take(task: Any, optimizer: Any, step: int) -> None:
-    exchange(task, optimizer, step)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-
-
 def assert_nothing_is_lost(task: Any, optimizer: Any, last: int, of_head: list[range]) -> None:
     """One more step at ratio 1 sends all that waits; then all that was computed is applied."""
     TopKEF.of(optimizer).set_ratio(1.0)
-    take(task, optimizer, last)
+    ordinary(task, optimizer, last)
     assert TopKEF.of(optimizer).stats().residual_norm == 0.0
     body = mean_gradients(range(last + 1), 0)
     head = sum(mean_gradients(steps, 1) for steps in [*of_head, range(last, last + 1)])
@@ -327,7 +314,7 @@ def by_hand(task: Any, optimizer: Any, step: int) -> None:
 def in_vain(task: Any, optimizer: Any, step: int) -> None:
     """As a discriminator: another loss's backward runs through its parameters first."""
     training.thrown_away(task, optimizer, 100 + step)
-    take(task, optimizer, step)
+    ordinary(task, optimizer, step)
 
 
 def cleared(task: Any, optimizer: Any, step: int) -> None:
@@ -370,7 +357,7 @@ def test_what_is_in_vain_changes_no_bit() -> None:
     """A discriminator is trained as without the generator's steps."""
     alone, both = (build(sparse()) for _ in range(2))
     for step in range(STEPS):
-        take(*alone, step)
+        ordinary(*alone, step)
         in_vain(*both, step)
     assert_same(training.snapshot(both[0]), training.snapshot(alone[0]))
 
@@ -379,8 +366,7 @@ def test_what_is_in_vain_changes_no_bit() -> None:
 def test_a_gradient_that_came_before_an_exchange_in_vain_and_not_after() -> None:
     """Each tensor has its own bucket, so that no other one's end exchanges the head's zeros."""
     setup = Setup(Linear, sgd, groups=lambda task: [[task.body], [task.head]])
-    task = setup.task()
-    optimizer = setup.distributed(task, sparse(ratio=1.0))
+    task, optimizer = setup.start(sparse(ratio=1.0))
     exchange(task, optimizer, 0)
     optimizer.zero_grad()
     (task.body * gradients(hvd.rank(), 1)[0]).sum().backward()
@@ -393,7 +379,7 @@ def test_healthy_runs_and_single_skips_cause_no_warning(caplog: pytest.LogCaptur
     task, optimizer = build(sparse())
     with warnings_of(optimizer, caplog) as found:
         for step in range(30):
-            take(task, optimizer, step)
+            ordinary(task, optimizer, step)
             if step % 3 == 0:
                 training.thrown_away(task, optimizer, 100 + step)
     assert found == []

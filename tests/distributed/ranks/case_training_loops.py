@@ -35,8 +35,7 @@ def warmup(optimizer: Any) -> Any:
 
 def run(setup: Setup, schedule: Callable[[Any], Any] | None, compression: Any) -> list[Tensor]:
     """The parameters after training."""
-    task = setup.task()
-    optimizer = setup.distributed(task, compression)
+    task, optimizer = setup.start(compression)
     scheduler = None if schedule is None else schedule(optimizer)
     for step in range(STEPS):
         setup.take_step(task, optimizer, step)
@@ -123,8 +122,7 @@ class Wandering(Task):
 def test_learning_rates_may_end_at_zero_and_restart(make: Any) -> None:
     """Gradients stay about as large to the end of a cycle, and so does the next step."""
     setup, norms, moved = Setup(Wandering, make), list[float](), list[float]()
-    task = setup.task()
-    optimizer = setup.distributed(task, TopKEF(ratio=0.02, momentum="auto", follow_lr="auto"))
+    task, optimizer = setup.start(TopKEF(ratio=0.02, momentum="auto", follow_lr="auto"))
     schedule = CosineAnnealingWarmRestarts(optimizer, 40)
     for step in range(70):
         before = training.snapshot(task)

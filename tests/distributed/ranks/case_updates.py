@@ -73,8 +73,7 @@ def auto(**settings: Any) -> TopKEF:
 def begun(kind: str, build: Any = Valley, settings: Any = None, **options: Any) -> tuple[Any, Any]:
     """A task and its compressed optimizer."""
     setup = Setup(build=build, optimizer=making(kind, **options))
-    task = setup.task()
-    return task, setup.distributed(task, auto(**settings or {}))
+    return setup.start(auto(**settings or {}))
 
 
 def exchanged_by_hand(task: Task, optimizer: Any, step: int, loss_times: float = 1.0) -> Any:
@@ -227,8 +226,7 @@ def test_a_dense_run_goes_on_from_a_checkpoint_and_the_reverse(kind: str) -> Non
 def test_training_goes_on_dense_after_a_fall_back() -> None:
     """The optimizer applies what its buffer holds, with its own momentum."""
     task, optimizer = begun("SGD", settings={"guard": Guard(nonfinite=2)})
-    for step in range(6):
-        training.ordinary(task, optimizer, step)
+    training.train(task, optimizer, range(6))
     buffer, p = optimizer.state[task.weight]["momentum_buffer"], task.weight
     for _ in range(2):
         with exchanged_by_hand(task, optimizer, 0, torch.nan):

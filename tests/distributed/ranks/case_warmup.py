@@ -18,11 +18,6 @@ SPARSE = {"ratio": 0.05, "min_numel": 0}
 SETUP = Setup(optimizer=training.plain_sgd)
 
 
-def train(task: Any, optimizer: Any, steps: Any) -> None:
-    for step in steps:
-        training.ordinary(task, optimizer, step)
-
-
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_a_schedule_decides_alike_and_resumes(
@@ -36,14 +31,13 @@ def test_a_schedule_decides_alike_and_resumes(
         level, _, mean = TopKEF.of(optimizer).clock.decision
         seen.append((level, mean))
 
-    task = SETUP.task()
-    optimizer = SETUP.distributed(task, TopKEF(**settings, schedule=ByGradient(limit=1e9)))
+    task, optimizer = SETUP.start(TopKEF(**settings, schedule=ByGradient(limit=1e9)))
     for step in range(6):
         take(task, optimizer, step)
     middle = sorted(mean for _, mean in seen)[3]
     seen.clear()
     make = partial(TopKEF, **settings, schedule=ByGradient(limit=0.9 * middle))
-    assert_resumes(SETUP, make, tmp_path_factory.mktemp("decision"), take)
+    assert_resumes(lambda: SETUP.start(make()), tmp_path_factory.mktemp("decision"), take)
     assert len({level for level, _ in seen}) == 2
     assert hvd.allgather_object(seen) == [seen] * hvd.size()
 
@@ -55,7 +49,7 @@ def test_every_step_has_its_seconds_and_a_probe_its_cosine() -> None:
     optimizer = SETUP.distributed(task, compressor)
     TopKEF.of(optimizer).on_step(seen.append)
     TopKEF.of(optimizer).probe(every=2)
-    train(task, optimizer, range(4))
+    training.train(task, optimizer, range(4))
     for counters in seen:
         assert 0.0 < counters.exposed_seconds <= counters.exchange_seconds < 60.0
         assert counters.compress_seconds > 0.0

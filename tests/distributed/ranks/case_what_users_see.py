@@ -20,8 +20,7 @@ SPARSE = {"ratio": 0.1, "min_numel": 0}
 
 def built(setup: Setup | None = None, compression: object = None) -> tuple[Any, Any]:
     setup = setup or Setup()
-    task = setup.task()
-    return task, setup.distributed(task, compression or TopKEF(**SPARSE))
+    return setup.start(compression or TopKEF(**SPARSE))
 
 
 # TopKEF, class and instance.
@@ -152,8 +151,7 @@ def test_buckets_leave_as_they_fill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_late_parameters_are_named() -> None:
     task, optimizer = built(Setup(build=training.Optional))
-    for step in range(6):
-        training.ordinary(task, optimizer, step)
+    training.train(task, optimizer, range(6))
     late = TopKEF.of(optimizer).stats().late
     sometimes = 3 if hvd.rank() == 0 else 4  # of 6 steps
     assert late == {

@@ -175,11 +175,28 @@ def ordinary(task: Task, optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
-def thrown_away(task: Any, optimizer: Any, step: int) -> None:
-    """A step whose gradients are exchanged and not applied."""
+def train(task: Task, optimizer: Any, steps: Iterable[int]) -> None:
+    """Usual steps."""
+    for step in steps:
+        ordinary(task, optimizer, step)
+
+
+def exchange(task: Task, optimizer: Any, step: int) -> None:
+    """A step up to and with `synchronize()`."""
     optimizer.zero_grad()
     task.loss(hvd.rank(), step).backward()
     optimizer.synchronize()
+
+
+def take(optimizer: Any) -> None:
+    """The rest of that step."""
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def thrown_away(task: Any, optimizer: Any, step: int) -> None:
+    """A step whose gradients are exchanged and not applied."""
+    exchange(task, optimizer, step)
     optimizer.zero_grad()
 
 
@@ -202,12 +219,9 @@ def without_clearing(task: Task, optimizer: Any, step: int) -> None:
 
 def clipped(task: Task, optimizer: Any, step: int) -> None:
     """Clip what was exchanged, then step without exchanging again."""
-    optimizer.zero_grad()
-    task.loss(hvd.rank(), step).backward()
-    optimizer.synchronize()
+    exchange(task, optimizer, step)
     nn.utils.clip_grad_norm_(task.parameters(), 0.05)
-    with optimizer.skip_synchronize():
-        optimizer.step()
+    take(optimizer)
 
 
 def accumulated(passes: int) -> Callable[[Task, Any, int], None]:
@@ -261,6 +275,11 @@ class Setup:
         """The model, equal on all ranks."""
         torch.manual_seed(7)
         return hvd.sharded(self.build()) if world.FSDP else self.build()
+
+    def start(self, compression: object) -> tuple[Task, Any]:
+        """The model and its optimizer."""
+        task = self.task()
+        return task, self.distributed(task, compression)
 
     def distributed(self, task: Task, compression: object) -> Any:
         """The model's optimizer as Horovod wraps it, or DistributedDataParallel the model."""

@@ -41,7 +41,7 @@ def test_stats_say_that_it_is_inactive() -> None:
     assert same(model, fit(keras, keras.optimizers.SGD(0.05), hvd.Compression.none))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_is_not_lost(library: Any, nesterov: bool) -> None:
@@ -84,7 +84,7 @@ def test_gradients_are_clipped_here_too(library: Any) -> None:
     assert same(ours, fit(library, scaled, TopKEF(clip_norm=0.1), epochs=1))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 @pytest.mark.parametrize("setting", ["momentum", "clip_norm"])
 def test_a_sparse_gradient_is_not_left_out(library: Any, setting: str) -> None:

@@ -34,7 +34,7 @@ def resumed(folder: Path, first: TopKEF, second: TopKEF, *, stepped: bool) -> tu
     return model, other
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 @pytest.mark.world_size(2, 4)
 @pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
 @pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])

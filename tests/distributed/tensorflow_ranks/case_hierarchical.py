@@ -57,6 +57,7 @@ def test_the_state_of_another_rank_is_refused() -> None:
     assert all(map(np.array_equal, copies(compression.state_dict()), before))
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(3, 4)
 def test_stats_say_how_it_travels(nodes: list[list[int]]) -> None:
     compression, model = hierarchical(values="int8"), Linear(SHAPES)

@@ -77,7 +77,7 @@ def test_adafactor_has_a_floor() -> None:
     assert_sound(trained(model_of(), O.Adafactor(0.01), TopKEF(warmup=None)))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [O.Muon, O.Lion, O.Nadam, O.Lamb])
 def test_a_step_of_its_own_is_corrected_in_fit(kind: Any) -> None:
     model = trained(model_of(), kind(0.01), TopKEF(warmup=None, min_numel=0))

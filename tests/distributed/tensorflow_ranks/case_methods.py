@@ -58,7 +58,7 @@ def test_a_bucket_of_which_some_rank_owns_nothing(owner: str) -> None:
     assert compression.stats().steps == 3
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @WAYS
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("direction", range(4))

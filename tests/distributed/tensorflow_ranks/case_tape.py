@@ -28,11 +28,11 @@ SHAPES = [(30, 20), (7,), (3, 5), ()]
     ids=["plain", "float64", "float16", "embedding", "absent"],
 )
 def test_everything_sent_equals_dense(graph: bool, model: dict[str, Any]) -> None:
-    dense = train(DENSE, graph=graph, **model)
-    assert_same_history(train(TopKEF(**EVERYTHING), graph=graph, **model), dense)
+    dense = train(DENSE, graph=graph, steps=FEW, **model)
+    assert_same_history(train(TopKEF(**EVERYTHING), graph=graph, steps=FEW, **model), dense)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -62,6 +62,7 @@ def test_more_groups_than_variables_are_as_many_buckets() -> None:
     assert compression.stats().buckets == len(SHAPES)
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(3)
 def test_a_process_set_exchanges_among_its_members(pair: Any) -> None:
     options = {"options": {"process_set": pair}, "steps": FEW}

@@ -182,6 +182,7 @@ def assert_libraries_agree(kind: str, make: Callable[..., TopKEF], **settings: A
         np.testing.assert_allclose(one, other, 1e-4, 1e-5)
 
 
+@pytest.mark.slow
 def test_keras_3_takes_the_steps_of_tf_keras() -> None:
     """Steps of tf-keras are compared with the formula above."""
     assert_libraries_agree("AdamW", auto, weight_decay=DECAY)

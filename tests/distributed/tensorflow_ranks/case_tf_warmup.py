@@ -89,7 +89,7 @@ def test_a_graph_in_one_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         run.take(0)
 
 
-@pytest.mark.one_in(2, first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 def test_fit(library: Any) -> None:
     compression, seen = TopKEF(**WARM), list[StepCounters]()

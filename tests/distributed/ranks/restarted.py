@@ -6,23 +6,18 @@ import json
 import sys
 from pathlib import Path
 
-import horovod.torch as hvd
-import torch
-
 from horovod_topk import checkpoint
 from horovod_topk.core.state.reshard import pending
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch import TopKEF
+from training import Setup, ordinary
+from world import TopKEF, begin, hvd
 
 before, after, exchange, report = sys.argv[1:]
-hvd.init()
-torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(70, 60), torch.nn.Linear(60, 3))
-optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.01),
-    named_parameters=model.named_parameters(),
-    compression=TopKEF(0.05, min_numel=0, exchange=exchange, values="int8"),
-)
+begin()
+setup = Setup()
+task = setup.task()
+compression = TopKEF(0.05, min_numel=0, exchange=exchange, values="int8")
+optimizer = setup.distributed(task, compression)
 state = TopKEF.of(optimizer)
 
 
@@ -36,12 +31,10 @@ def owed() -> dict[str, list[float]]:
 if before != "-":
     checkpoint.load(before, state)
 loaded = owed()
-torch.manual_seed(hvd.rank())
-for _ in range(4):
-    optimizer.zero_grad()
-    model(torch.randn(8, 70)).square().sum().backward()
-    optimizer.step()
+for step in range(4):
+    ordinary(task, optimizer, step)
 left = owed()
 checkpoint.save(after, state)
 if hvd.rank() == 0:
     Path(report).write_text(json.dumps({"ranks": hvd.size(), "loaded": loaded, "left": left}))
+hvd.barrier()
