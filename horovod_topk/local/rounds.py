@@ -253,8 +253,7 @@ class Rounds(Generic[Array]):
         if not moved:
             return self.config.delay > 0
         fragment.moved = {}
-        for ordinal, targets in moved.items():
-            runner.step.finish(ordinal, targets)
+        runner.step.finish(moved)
         is_first = runner.counter.committed == 0
         if not runner.commit():
             log.warning(

@@ -319,8 +319,7 @@ class Averages(Generic[Array]):
         found = self._values()
         for ordinal, values in found.items():
             self.runner.launch(ordinal, values)
-        for ordinal, values in found.items():
-            self.runner.step.finish(ordinal, values)
+        self.runner.step.finish(found)
         if self.runner.commit():
             self._means = found
         for bucket in self.runner.plan.buckets:

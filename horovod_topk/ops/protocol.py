@@ -158,6 +158,25 @@ class SupportsOnePass(Protocol[Array]):
 
 
 @dataclass(frozen=True)
+class Arrived(Generic[Array]):
+    """Payloads of a bucket that wait to be decoded, with the arguments of `Fused.decode`."""
+
+    kernel: Fused[Array]
+    gathered: Array
+    scale: float
+    gradients: Sequence[Array]
+
+
+@runtime_checkable
+class DecodesTogether(Protocol[Array]):
+    """A `Fused` that can decode several buckets at once, and reads their flags by itself."""
+
+    def decode_all(self, arrived: Sequence[Arrived[Array]]) -> None:
+        """As `Fused.decode` of each bucket; all have kernels of this one's class."""
+        ...
+
+
+@dataclass(frozen=True)
 class TrackerKernels:
     """Optional kernels for the sums that `updates.tracker` computes after an exchange.
 

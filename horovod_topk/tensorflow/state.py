@@ -406,7 +406,7 @@ def _step(
     for ordinal, own in of.items():
         timer.note_ready([array.value for array in own])
         run.begin(ordinal, own)
-    flagged: Any = tf.concat([run.finish(ordinal, own) for ordinal, own in of.items()], 0)
+    flagged: Any = tf.concat(run.finish(of), 0)
 
     def commit() -> None:
         run.commit()

@@ -131,14 +131,16 @@ class OptimizerState(TrainingState):
         return partial(self._collect, slot)
 
     def _collect(self, slot: Slot) -> Tensor:
-        """Return the exchanged gradient of a parameter; the first call waits for its bucket."""
+        """Return the exchanged gradient of a parameter; the first call waits for all buckets."""
         ordinal, step, gain = slot.ordinal, self._compressor.step, 1.0
         if slot.exchanged is None or ordinal in step.sent:
             with torch.no_grad():
                 if (by := self._hooks.preprocessing) is not None:
                     gain = by.gain(self._hooks.optimizer())
-                step.finish(ordinal, self._buckets.gradients(ordinal), gain)
-            self._buckets.note_exchanged(ordinal)
+                ordinals = sorted({ordinal, *step.sent})
+                step.finish({each: self._buckets.gradients(each) for each in ordinals}, gain)
+            for each in ordinals:
+                self._buckets.note_exchanged(each)
             self._late_are_checked = False
         assert slot.exchanged is not None  # its bucket is finished
         return slot.exchanged.dense

@@ -210,8 +210,10 @@ class BackwardHooks(steps.Hooks):
     def receive(self) -> None:
         """Write the exchanged gradients of all buckets to the memory of the ready ones."""
         gain = 1.0 if self.preprocessing is None else self.preprocessing.gain(self.optimizer())
-        for ordinal in [bucket.ordinal for bucket in self.compressor.plan.buckets]:
-            self.compressor.step.finish(ordinal, self.buckets.ready(ordinal), gain)
+        ordinals = [bucket.ordinal for bucket in self.compressor.plan.buckets]
+        ready = {ordinal: self.buckets.ready(ordinal) for ordinal in ordinals}
+        self.compressor.step.finish(ready, gain)
+        for ordinal in ordinals:
             self.buckets.note_exchanged(ordinal)
 
     def check_is_alive(self) -> None:

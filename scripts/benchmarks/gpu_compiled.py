@@ -43,9 +43,9 @@ VALUES = {
 # Types of arguments by name; others are int32 arrays in a bucket's kernels, float32 in the lists'.
 OF_BUCKETS = {
     **dict.fromkeys(("table", "addresses", "squares"), "*i64"),
-    **dict.fromkeys(("payload", "flags", "gathered"), "*u8"),
+    **dict.fromkeys(("payload", "flags"), "*u8"),
     **dict.fromkeys(("residual", "candidate", "products", "rows"), "*fp32"),
-    **dict.fromkeys(("tiles", "entries", "ranks", "payload_bytes", "writers", "flags_at"), "i32"),
+    **dict.fromkeys(("tiles", "entries", "ranks", "writers"), "i32"),
     **dict.fromkeys(("runs", "tensors", "crowd"), "i32"),
     "histograms": "*i16",
     "scale": "fp32",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -73,13 +73,14 @@ class Training:
 
     def encode(self, rank: int) -> None:
         """Compress a rank's gradients and start their exchange."""
-        for compressor, ordinal, bucket in self._buckets(rank):
+        compressor, buckets = self._of(rank)
+        for ordinal, bucket in buckets.items():
             compressor.launch(ordinal, bucket)
 
     def decode(self, rank: int) -> None:
         """Overwrite a rank's gradients with the mean of both ranks', and commit."""
-        for compressor, ordinal, bucket in self._buckets(rank):
-            compressor.step.finish(ordinal, bucket)
+        compressor, buckets = self._of(rank)
+        compressor.step.finish(buckets)
         compressor.commit()
 
     def apply(self) -> None:
@@ -93,7 +94,6 @@ class Training:
         assert self.exchange is not None
         return [self.exchange.compressors[0].residual(name) for name in self.model]
 
-    def _buckets(self, rank: int) -> Iterator[tuple[StepRunner[Tensor], int, list[Tensor]]]:
+    def _of(self, rank: int) -> tuple[StepRunner[Tensor], dict[int, list[Tensor]]]:
         assert self.exchange is not None
-        for ordinal, bucket in self.exchange.in_buckets(self.gradients[rank]).items():
-            yield self.exchange.compressors[rank], ordinal, bucket
+        return self.exchange.compressors[rank], self.exchange.in_buckets(self.gradients[rank])

@@ -35,7 +35,7 @@ from horovod_topk.kernels.triton import unavailable, unsupported
 from horovod_topk.kernels.triton.topk.tables import COLUMNS, SAMPLED, SEARCHED, Geometry, Tables
 from horovod_topk.methods.topk import VALUES, Entries, TopK
 from horovod_topk.ops import coding
-from horovod_topk.ops.protocol import HEAD
+from horovod_topk.ops.protocol import HEAD, Arrived
 from horovod_topk.ops.torch import DTYPES, TorchOps
 
 DEVICE = os.environ.get("TRITON_CASES_ON", "cpu")
@@ -521,6 +521,33 @@ def case_sums_of_nodes() -> None:
     pairs, result = [*map(Pair, sums.sums)], Pair(sums.result)
     rows = [torch.cat([pair.encode(pair.gradients(node)) for pair in pairs]) for node in range(2)]
     result.decode(rows, 0.5, [torch.ones_like(g) for g in result.gradients(0)])
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("values", ["int4", "float32", "sign"])
+def case_buckets_together(values: str) -> None:
+    """As one by one: empty and dense buckets, flags, and some that no launch can have together."""
+    shapes = (1501, 7), (0, 0), (40, 0, 2100), (3000,), (5,)
+    pairs = [Pair(plan(sizes, ratio=0.05, values=values)) for sizes in shapes]
+    others = Pair(plan((900, 30), ("float16",), values=values)), Pair(plan((600,), values="int8"))
+    for step in range(2):
+        arrived, expected = list[Arrived[Tensor]](), list[list[Tensor]]()
+        for number, pair in enumerate((*pairs, *others)):
+            gradients = pair.gradients(step)
+            if (step, number) == (1, 2):
+                gradients[2][5] = math.inf
+            gathered = torch.cat([pair.encode(gradients)] * (2 + number // 6))
+            each = [torch.ones_like(g) for g in gradients]
+            expected.append([torch.zeros_like(g, device="cpu") for g in gradients])
+            pair.codec.decode(pair.bucket, gathered.cpu(), 0.5, expected[-1])
+            arrived.append(Arrived(pair.kernel, gathered, 0.5, each))
+        arrived[0].kernel.decode_all(arrived)
+        for each, ones in zip(arrived, expected, strict=True):
+            for one, other in zip(ones, each.gradients, strict=True):
+                assert_same(one, other)
+        assert bool(arrived[2].gradients[2].isnan().all()) == (step == 1)
+    (together,) = pairs[0].kernel._decoders
+    assert len(together) == len(pairs)
 
 
 @pytest.mark.parametrize("indices", ["packed", "plain"])

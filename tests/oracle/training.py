@@ -75,8 +75,7 @@ def _step(
     }
     for ordinal, arrays in buckets.items():
         compressor.launch(ordinal, arrays)
-    for ordinal, arrays in buckets.items():
-        compressor.step.finish(ordinal, arrays)
+    compressor.step.finish(buckets)
     return gradients
 
 

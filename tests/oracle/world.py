@@ -81,9 +81,9 @@ class World:
                 with np.errstate(all="ignore"):
                     compressor.step.advance()
         for rank, compressor in enumerate(self.ranks):
-            for bucket in self.plan.buckets:
-                with np.errstate(all="ignore"):
-                    compressor.step.finish(bucket.ordinal, self._of_bucket(rank, bucket), gain=gain)
+            of = {each.ordinal: self._of_bucket(rank, each) for each in self.plan.buckets}
+            with np.errstate(all="ignore"):
+                compressor.step.finish(of, gain)
         to_numpy = self.backend.numpy
         return [{name: to_numpy(array) for name, array in one.items()} for one in self._arrays]
 

@@ -153,7 +153,7 @@ def test_a_foreign_payload_is_refused_before_anything_changed(data: st.DataObjec
     arrays = [world._arrays[0][t.spec.name] for t in bucket.tensors]
     before = [array.tobytes() for array in arrays]
     with pytest.raises(PlanMismatchError, match=f"bucket 0, rank 1: .*{foreign.digest.hex()}"):
-        world.ranks[0].step.finish(bucket.ordinal, arrays)
+        world.ranks[0].step.finish({bucket.ordinal: arrays})
     assert [array.tobytes() for array in arrays] == before
     assert world.commit() == [False, False]
 

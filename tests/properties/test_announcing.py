@@ -190,7 +190,7 @@ def finish(world: World, ranks: list[int], stages: int) -> list[NDArray[Any]]:
     applied = []
     for rank in ranks:
         arrays = world._of_bucket(rank, world.plan.buckets[0])
-        world.ranks[rank].step.finish(0, arrays)
+        world.ranks[rank].step.finish({0: arrays})
         world.ranks[rank].rollback()
         applied += [each for each in arrays if each.size]
     return applied

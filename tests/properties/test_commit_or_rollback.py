@@ -110,7 +110,7 @@ def test_a_step_that_nobody_ended_is_rolled_back_by_the_next() -> None:
     for compressor, gradient in zip(world.ranks, again, strict=True):
         compressor.launch(0, [gradient])
     for compressor, gradient in zip(world.ranks, again, strict=True):
-        compressor.step.finish(0, [gradient])
+        compressor.step.finish({0: [gradient]})
     assert world.commit() == [True, True]
     assert [(c.steps, c.rolled_back) for c in world.ranks] == [(1, 1), (1, 1)]
     assert all(one["a"].any() and not one["b"].any() for one in world.residuals())
@@ -146,7 +146,7 @@ def test_a_step_does_not_commit_in_part() -> None:
     world = two_buckets()
     world.launch(ones(b=np.nan))
     for compressor, arrays in zip(world.ranks, world._arrays, strict=True):
-        compressor.step.finish(0, [arrays["a"]])
+        compressor.step.finish({0: [arrays["a"]]})
     before = world.residuals()
     assert world.commit() == [False, False]
     assert same_bits(world.residuals(), before)

@@ -90,7 +90,7 @@ def outcomes(world: World, step: int, message: str, draw: random.Random, kind: s
         arrays = world._of_bucket(rank, world.plan.buckets[0])
         try:
             if ended[rank] is None:
-                compressor.step.finish(0, arrays)
+                compressor.step.finish({0: arrays})
                 ended[rank] = [world.backend.numpy(array) for array in arrays]
         except (PayloadError, PlanMismatchError) as error:
             ended[rank] = error

@@ -112,7 +112,7 @@ class Rank(Member, Attached[StepRunner[Any]]):
         """One step on this rank; what it applies."""
         arrays = [self.backend.array(gradients[s.name], s.dtype) for s in SPECS]
         self._state.launch(0, arrays)
-        self._state.step.finish(0, arrays)
+        self._state.step.finish({0: arrays})
         assert self._state.commit()
         return [self.backend.numpy(array).tobytes() for array in arrays]
 

@@ -216,7 +216,7 @@ def test_a_step_that_was_cut_off_counts_for_nothing() -> None:
         given[1]["a"][0, 0] = np.nan
         job.launch(given)
         for rank in job.ranks:
-            rank.step.finish(0, [np.zeros((40, 32), np.float32)])
+            rank.step.finish({0: [np.zeros((40, 32), np.float32)]})
         for rank in job.ranks:
             rank.abandon()
     assert {rank.rolled_back for rank in job.ranks} == {3}

@@ -250,7 +250,7 @@ def test_a_damaged_payload_between_nodes_names_the_rank(
         compressor.step.advance()
     for rank in range(world.size):
         with pytest.raises(PayloadError, match=message[part]):
-            world.ranks[rank].step.finish(0, world._of_bucket(rank, world.plan.buckets[0]))
+            world.ranks[rank].step.finish({0: world._of_bucket(rank, world.plan.buckets[0])})
     assert_untouched(world, gradients)
 
 
@@ -267,7 +267,7 @@ def assert_nothing_applied(world: World, ranks: list[int]) -> None:
             world.ranks[rank].step.advance()
     for rank in ranks:
         gradients = world._of_bucket(rank, world.plan.buckets[0])
-        world.ranks[rank].step.finish(0, gradients)
+        world.ranks[rank].step.finish({0: gradients})
         assert all(np.isnan(g).all() for g in gradients)
         assert not world.ranks[rank].commit()
 
@@ -345,7 +345,7 @@ def test_a_rank_that_owns_nothing_abandons_alone(turns: int) -> None:
         world.ranks[3].abandon()
     for rank in range(3):
         found = world._of_bucket(rank, world.plan.buckets[0])
-        world.ranks[rank].step.finish(0, found)
+        world.ranks[rank].step.finish({0: found})
         for name, g in zip(SIZES, found, strict=True):
             assert g.tobytes() == expected[rank][name].tobytes()
 

@@ -75,7 +75,7 @@ def finish(world: World, *ranks: int) -> list[NDArray[Any]]:
     applied = []
     for rank in ranks:
         arrays = world._of_bucket(rank, world.plan.buckets[0])
-        world.ranks[rank].step.finish(0, arrays)
+        world.ranks[rank].step.finish({0: arrays})
         world.ranks[rank].rollback()
         applied += [world.backend.numpy(array) for array in arrays]
     return applied
@@ -221,7 +221,7 @@ def test_sums_that_no_rank_can_read_are_refused_by_all(i: int) -> None:
     damage(world, f"job.0.0.{i}.gather", of=2)
     for rank, compressor in enumerate(world.ranks):
         with pytest.raises(PayloadError, match="bucket 0, rank 2: the bytes 00000000"):
-            compressor.step.finish(0, world._of_bucket(rank, world.plan.buckets[0]))
+            compressor.step.finish({0: world._of_bucket(rank, world.plan.buckets[0])})
     for compressor in world.ranks:
         compressor.abandon()
     assert_goes_on(world, before, [0, 0, 0])

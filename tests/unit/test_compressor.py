@@ -93,7 +93,7 @@ def test_gradients_can_be_delivered_elsewhere(backend: Backend) -> None:
     expected = in_place.exchange(gradients)[0]["a"]
     elsewhere.launch(gradients)
     launched, target = elsewhere._arrays[0]["a"], backend.array(np.ones(50), "float32")
-    elsewhere.ranks[0].step.finish(0, [target])
+    elsewhere.ranks[0].step.finish({0: [target]})
     assert backend.numpy(target).tobytes() == expected.tobytes()
     assert backend.numpy(launched).tobytes() == gradients[0]["a"].tobytes()
 

@@ -62,7 +62,7 @@ def refusals(world: World, step: int) -> list[str]:
     for rank, compressor in enumerate(world.ranks):
         for bucket in world.plan.buckets:
             arrays = world._of_bucket(rank, bucket)
-            attempt(rank, lambda c=compressor, b=bucket, a=arrays: c.step.finish(b.ordinal, a))
+            attempt(rank, lambda c=compressor, b=bucket, a=arrays: c.step.finish({b.ordinal: a}))
     return found
 
 

@@ -140,8 +140,7 @@ def test_a_probe_compares_each_bucket_in_turn_with_dense() -> None:
         world.launch(given)
         exchanged = [NUMPY.array(given[0][name], "float32") for name in ("a", "b")]
         for compressor in world.ranks:
-            for ordinal, array in enumerate(exchanged):
-                compressor.step.finish(ordinal, [array])
+            compressor.step.finish({i: [array] for i, array in enumerate(exchanged)})
         world.commit()
         name = "ab"[step // 2]
         mean = (given[0][name] + given[1][name]) / 2

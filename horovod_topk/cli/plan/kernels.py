@@ -77,7 +77,7 @@ def multiples(framework: Framework, config: Method) -> Multiples:
         def step() -> None:
             gradient = [framework.gradient(bucket.numel)]
             compressor.launch(0, gradient)
-            compressor.step.finish(0, gradient)
+            compressor.step.finish({0: gradient})
             compressor.commit()
 
         drawn = seconds(lambda: framework.gradient(bucket.numel), FEW_REPEATS)

@@ -41,8 +41,10 @@ from horovod_topk.methods.protocol import (
 )
 from horovod_topk.ops import Ops, SupportsOnePass, Velocities
 from horovod_topk.ops.philox import Stream
+from horovod_topk.ops.protocol import Arrived, DecodesTogether
 
 Array = TypeVar("Array")
+AT_ONCE = 1 << 25  # elements that wait to be decoded at once, at most: a ResNet-50 has fewer
 
 
 class PayloadCodec(Generic[Array]):
@@ -59,11 +61,14 @@ class PayloadCodec(Generic[Array]):
         kernels: kernels of the buckets.
         measures: what ranks tell each other with their payloads.
         withholding: limits of what payloads hold.
+        waiting: a list, to which `decode` adds payloads that kernels can decode at once, up to
+            `AT_ONCE` elements; it validates them. None: it decodes each of them by itself.
     """
 
     def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
         self.ops, self.kernels = ops, KernelCache(ops)
         self.measures, self.withholding = MeasureStore(ops, arrived), Withholding(ops)
+        self.waiting: list[Arrived[Array]] | None = None
         self._committed: Callable[[], Any] = lambda: 0
         self._rank: Callable[[], int] = lambda: 0
 
@@ -275,6 +280,9 @@ class PayloadCodec(Generic[Array]):
         kernel = self.kernels.decoders.get(bucket.fingerprint) or self.kernels.decoder(bucket)
         if kernel is not None:
             flags = self._validate(bucket, gathered, {})
+            if self.waiting is not None and isinstance(kernel, DecodesTogether):
+                self._postpone(self.waiting, Arrived(kernel, gathered, scale, gradients))
+                return flags
             each = [flags[t.gradient] for t in bucket.tensors] if bucket.writers > 1 else flags
             wrong = kernel.decode(gathered, scale, each, gradients)
             if wrong is not None:
@@ -289,6 +297,19 @@ class PayloadCodec(Generic[Array]):
             self.ops.accumulate(totals[piece.gradient], index, of_piece.values)
         self._write_totals(bucket, gathered, totals, scale, gradients, flags)
         return flags
+
+    def _postpone(self, waiting: list[Arrived[Array]], arrived: Arrived[Array]) -> None:
+        sizes = [self.ops.numel(g) for each in (*waiting, arrived) for g in each.gradients]
+        if sum(sizes) > AT_ONCE:
+            self.decode_waiting()
+        waiting.append(arrived)
+
+    def decode_waiting(self) -> None:
+        """Decode, at once, the payloads that wait for this."""
+        if self.waiting:
+            kernel = cast("DecodesTogether[Array]", self.waiting[0].kernel)
+            kernel.decode_all(self.waiting)
+            self.waiting.clear()
 
     def _write_totals(
         self,

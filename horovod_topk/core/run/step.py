@@ -178,51 +178,62 @@ class Step(Generic[Array]):
             raise failed
 
     def finish(
-        self,
-        ordinal: int,
-        targets: Sequence[Array],
-        gain: float = 1.0,
-    ) -> Sequence[bool]:
-        """Wait for a bucket and write the exchanged gradients.
+        self, targets: Mapping[int, Sequence[Array]], gain: float = 1.0
+    ) -> list[Sequence[bool]]:
+        """Wait for buckets, one after another, and write the exchanged gradients.
 
         Args:
-            ordinal: the bucket.
-            targets: where to write, such as the gradients that it began with.
-            gain: factor of the result; residuals are not multiplied.
+            targets: where to write, by the bucket's ordinal, such as the gradients that it began
+                with.
+            gain: factor of the results; residuals are not multiplied.
 
         Returns:
-            One flag a tensor: whether any rank had a NaN or an infinity there. In a graph this is
-            a tensor.
+            Of each bucket, one flag a tensor: whether any rank had a NaN or an infinity there. In
+            a graph this is a tensor.
 
         Raises:
-            NotLaunchedError: the bucket has not begun.
-            PayloadError, PlanMismatchError: a rank sent something else than this bucket.
+            NotLaunchedError: a bucket has not begun.
+            PayloadError, PlanMismatchError: a rank sent something else than its bucket.
         """
-        if ordinal not in self.sent:
-            raise NotLaunchedError(
-                f"bucket {ordinal} was finished, and has not begun since it was finished last",
-                cure="Launch every bucket once before it is finished",
-            )
-        timer = self._timer
+        for ordinal in targets:
+            if ordinal not in self.sent:
+                raise NotLaunchedError(
+                    f"bucket {ordinal} was finished, and has not begun since it was finished last",
+                    cure="Launch every bucket once before it is finished",
+                )
+        timer, codec = self._timer, self._codec
         began = time.perf_counter() - timer.exposed
         for _ in range(self.stages):
             self.advance()
-        bucket = self._buckets[ordinal]
-        self.sent.remove(ordinal)
+        codec.waiting, last, arrived = [], [*targets][-1:], list[int]()
         try:
-            bucket.flags = bucket.exchange.receive(targets, gain)
-        except BaseException:
-            bucket.exchange.drain()
-            raise
-        self.received.add(ordinal)
-        if self.probe is not None:
-            self.probe.finish(ordinal, targets, gain)
-        bucket.exchanged = [self._ops.square(each) for each in targets] if self.weighs else ()
-        if bucket.follower is not None:
-            message = self._codec.measures.tensor_numbers.pop(ordinal, None)
-            bucket.follower.finish(targets, gain, self._exchange.ranks, message)
+            for ordinal, each in targets.items():
+                bucket = self._buckets[ordinal]
+                self.sent.remove(ordinal)
+                try:
+                    bucket.flags = bucket.exchange.receive(each, gain)
+                except BaseException:
+                    bucket.exchange.drain()
+                    raise
+                self.received.add(ordinal)
+                arrived.append(ordinal)
+                if codec.waiting and ordinal not in last:
+                    continue  # to decode it with others
+                if codec.waiting:
+                    codec.decode_waiting()
+                for done in arrived:
+                    bucket, own = self._buckets[done], targets[done]
+                    if self.probe is not None:
+                        self.probe.finish(done, own, gain)
+                    bucket.exchanged = [*map(self._ops.square, own)] if self.weighs else ()
+                    if bucket.follower is not None:
+                        message = codec.measures.tensor_numbers.pop(done, None)
+                        bucket.follower.finish(own, gain, self._exchange.ranks, message)
+                arrived.clear()
+        finally:
+            codec.waiting = None
         timer.decompressing += time.perf_counter() - timer.exposed - began
-        return bucket.flags
+        return [self._buckets[ordinal].flags for ordinal in targets]
 
     def sample(self) -> list[Array]:
         """Sums of squares of a step with `samples` that is about to be committed, one number each.

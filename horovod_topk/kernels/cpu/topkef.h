@@ -127,6 +127,7 @@ TOPKEF_API void topkef_energies(const void *const *arrays, const uint8_t *arriva
 
 /* The updates of horovod_topk/updates/formulas.py, whose names these are. */
 #define TOPKEF_FADES 0.9740037464252967 /* 0.9^(1/4): of phi^(1/4) where nothing arrives */
+#define TOPKEF_FADES_BY 851             /* 1 - 0.9^(1/4) in units of 2^-15: codes fall by as much, rounded */
 #define TOPKEF_OFTEN 215                /* least code of phi > 1/2 */
 #define TOPKEF_FREE 1048576.0
 

@@ -14,7 +14,9 @@
 
 #include "float_formats.h"
 #include "passes.h"
+#include "topkef.h"
 
+#define TOPKEF_CODES
 #define TOPKEF_LANES
 #define TOPKEF_PHILOX
 #define TOPKEF_SIGNS
@@ -86,6 +88,39 @@ inline int64_t stream(const float *from, float *to, int64_t n) {
 /* to = from - read in whole cache lines; returns how many elements were stored. */
 inline int64_t stream_difference(const float *from, const float *read, float *to, int64_t n) {
   return in_lines(to, n, [=](int64_t i) { put_wide(to + i, plain(from + i) - plain(read + i)); });
+}
+
+/* As `follow` (updates/updates.h), for whole groups of 32 elements; returns how many those are. A byte's upper
+ * half chooses between 16 tables of 16 bytes, each bit between half of them. */
+inline int64_t follow_lines(const float *gradient, const uint8_t *rises, uint8_t *codes, uint8_t *before, int64_t n) {
+  const auto part = [=](int i) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i *>(rises + 16 * i)));
+  };
+  const auto came = [=](int64_t i) {
+    return _mm256_castps_si256(_mm256_cmp_ps(_mm256_loadu_ps(gradient + i), _mm256_setzero_ps(), _CMP_NEQ_UQ));
+  };
+  const __m256i zero = _mm256_setzero_si256(), one = _mm256_set1_epi8(1), low = _mm256_set1_epi8(15);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), fades = _mm256_set1_epi16(TOPKEF_FADES_BY);
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    const __m256i code = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes + i));
+    const __m256i index = _mm256_and_si256(code, low);
+    __m256i up[16];
+    for (int j = 0; j < 16; ++j) up[j] = _mm256_shuffle_epi8(part(j), index);
+    for (int bit = 4, left = 8; left; ++bit, left /= 2) {
+      const __m256i is = _mm256_slli_epi16(code, 7 - bit);  // blends look at the first bit of each byte
+      for (int j = 0; j < left; ++j) up[j] = _mm256_blendv_epi8(up[2 * j], up[2 * j + 1], is);
+    }
+    const __m256i left = _mm256_mulhrs_epi16(_mm256_unpacklo_epi8(code, zero), fades);
+    const __m256i right = _mm256_mulhrs_epi16(_mm256_unpackhi_epi8(code, zero), fades);
+    const __m256i down = _mm256_subs_epu8(code, _mm256_max_epu8(_mm256_packus_epi16(left, right), one));
+    const __m256i first = _mm256_packs_epi32(came(i), came(i + 8));
+    const __m256i second = _mm256_packs_epi32(came(i + 16), came(i + 24));
+    const __m256i arrives = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, second), order);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(before + i), code);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(codes + i), _mm256_blendv_epi8(down, up[0], arrives));
+  }
+  return i;
 }
 
 constexpr int64_t EACH = sizeof(Words) / sizeof(uint64_t), PHILOX = TURNS * EACH;  // blocks computed at once

@@ -1,4 +1,4 @@
-"""Kernels for GPUs in Triton: a bucket is encoded in four launches and decoded in two.
+"""Kernels for GPUs in Triton: a bucket is encoded in four launches; two decode several buckets.
 
 `topk/` has a bucket of Top-K. An encode has four passes, a file each: `stream` adds gradients to
 residuals, `narrow` brackets each tensor's threshold, `scatter` finds it and the indices, and `pack`

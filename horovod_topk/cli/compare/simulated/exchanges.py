@@ -162,8 +162,7 @@ class Compressed:
         for compressor, _ in pairs * self.compressors[0].step.stages:
             compressor.step.advance()
         for compressor, buckets in pairs:
-            for ordinal, bucket in buckets.items():
-                compressor.step.finish(ordinal, bucket)
+            compressor.step.finish(buckets)
         for compressor, _ in pairs:
             compressor.commit()
         return gradients[0]

@@ -1,4 +1,4 @@
-"""`TritonBucket`: launches the kernels that encode and decode one bucket."""
+"""`TritonBucket`: launches the kernels that encode one bucket, and decode one or several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from horovod_topk.kernels.triton.topk.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.topk.pack import pack
 from horovod_topk.kernels.triton.topk.scatter import scatter
 from horovod_topk.kernels.triton.topk.stream import stream
-from horovod_topk.kernels.triton.topk.tables import Geometry, Tables, power_of_two
+from horovod_topk.kernels.triton.topk.tables import Geometry, Tables, Together, power_of_two
+from horovod_topk.ops.protocol import Arrived
 
 _ENTRY_LANES = 128  # entries of one rank added at once
 UNWEIGHED = -1  # elements are selected by their magnitude alone
@@ -51,15 +52,16 @@ class TritonBucket:
         self._device = _resolved(device)
         self._tables = tables = Tables(tuple(recipe), geometry or suited(self._device))
         self._head = tables.head
-        self._rows = self._integers([n for row in tables.rows for n in row], torch.int64)
-        self._chunk_owners = self._integers(tables.chunk_owners)
-        self._run_owners = self._integers(tables.run_owners)
-        self._tile_owners = self._integers(tables.tile_owners)
-        self._parcel_owners = self._integers(tables.parcel_owners)
-        self._carried = self._integers([int(NOWHERE)] * self._head.tensors)
+        place, rows = self._device, [n for row in tables.rows for n in row]
+        self._rows = _integers(rows, place, torch.int64)
+        self._chunk_owners = _integers(tables.chunk_owners, place)
+        self._run_owners = _integers(tables.run_owners, place)
+        self._parcel_owners = _integers(tables.parcel_owners, place)
+        self._carried = _integers([int(NOWHERE)] * self._head.tensors, place)
         self._sources = Addresses(tables.gradients, self._device)
         self._squares = Addresses(tables.gradients, self._device)
-        self._targets = Addresses(tables.gradients, self._device)
+        self._constants = self._device, tables.constants
+        self._decoders: dict[tuple[TritonBucket, ...], Decoder] = {}  # by buckets, this one first
         self._stream_number = 0
 
     def encode(
@@ -101,21 +103,39 @@ class TritonBucket:
         and scales are taken as they are, without an error, which would need a wait: this always
         returns None.
         """
+        self.decode_all([Arrived(self, gathered, scale, gradients)])
+        return None
+
+    @staticmethod
+    def decode_all(arrived: Sequence[Arrived[Tensor]]) -> None:
+        """`horovod_topk.ops.protocol.DecodesTogether.decode_all`: as `decode` of each bucket."""
+        alike = dict[tuple[object, int, float], list[Arrived[Tensor]]]()
+        for each in arrived:
+            bucket: Any = each.kernel
+            ranks = each.gathered.numel() // bucket._head.payload_bytes
+            alike.setdefault((bucket._constants, ranks, each.scale), []).append(each)
+        for (_, _, scale), some in alike.items():
+            buckets: list[Any] = [each.kernel for each in some]
+            buckets[0]._decode_alike(buckets, scale, some)
+
+    def _decode_alike(
+        self, buckets: Sequence[TritonBucket], scale: float, arrived: Sequence[Arrived[Tensor]]
+    ) -> None:
+        """Decode buckets with the same constants, of which this one is the first."""
+        gradients = [gradient for each in arrived for gradient in each.gradients]
         written = [
             g if is_packed(g) else torch.empty(g.shape, dtype=g.dtype, device=g.device)
             for g in gradients
         ]
+        key = tuple(buckets)
+        if key not in self._decoders:
+            self._decoders[key] = Decoder([each._tables for each in buckets], self._device)
         with on(self._device):
-            self._stream_number = current_stream(self._device)
-            self._gather(gathered, scale, self._targets.point_to(written))
+            self._decoders[key].decode([each.gathered for each in arrived], scale, written)
             for gradient, result in zip(gradients, written, strict=True):
                 note_writing(gradient)
                 if result is not gradient:
                     gradient.copy_(result)
-        return None
-
-    def _integers(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(values or [0], dtype=dtype, device=self._device)
 
     def _take(self, name: str, numel: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return scratch(name, numel, dtype, self._device, self._stream_number)
@@ -185,33 +205,63 @@ class TritonBucket:
                 VALUES=self._head.values, BLOCK=tables.block, ROWS=tables.parcel_rows, **FOUR_WARPS,
             )  # fmt: skip
 
-    def _unpack(self, gathered: Tensor, ranks: int) -> Tensor:
-        """Decode the indices of all payloads: [ranks, entries] int32."""
-        tables, programs = self._tables, len(self._tables.run_owners)
-        indices = self._take("indices", ranks * tables.entries)
-        if programs:
-            launch(unpack, (programs, ranks),
-                self._rows, self._run_owners, gathered, indices, tables.entries,
-                self._head.payload_bytes, LANES=tables.geometry.tile, **FOUR_WARPS,
-            )  # fmt: skip
-        return indices
 
-    def _gather(self, gathered: Tensor, scale: float, addresses: Tensor) -> None:
-        tables, head, geometry = self._tables, self._head, self._tables.geometry
-        tiles, ranks = len(tables.tile_owners), gathered.numel() // head.payload_bytes
-        if tiles == 0:
+class Decoder:
+    """Decodes the payloads of buckets that have the same constants: two launches for all of them.
+
+    Args:
+        buckets: the tables of each.
+        device: where the payloads are.
+    """
+
+    def __init__(self, buckets: Sequence[Tables], device: torch.device) -> None:
+        self._device, self._first = device, buckets[0]
+        tables = Together(tuple(buckets))
+        self._entries, self._steps = tables.entries, tables.most_entries.bit_length()
+        self._rows = _integers([n for row in tables.rows for n in row], device, torch.int64)
+        owners, self._tiles = tables.run_owners, len(tables.tile_owners)
+        self._run_owners, self._runs = _integers(owners, device), len(owners)
+        self._tile_owners = _integers(tables.tile_owners, device)
+        count = len(buckets) + sum(each.gradients for each in buckets)
+        self._addresses = Addresses(count, device)
+
+    def decode(self, given: Sequence[Tensor], scale: float, gradients: Sequence[Tensor]) -> None:
+        """Decode the payloads of each bucket into the gradients of all buckets, which are packed.
+
+        They are on the current stream of the current device.
+        """
+        head, geometry = self._first.head, self._first.geometry
+        if self._tiles == 0:
             return
-        indices = self._unpack(gathered, ranks)
-        begins = self._take("begins", 2 * ranks * tiles)
-        programs = min(tiles, geometry.programs * geometry.decoders)
-        rows = self._take("rows", programs * geometry.output, torch.float32)
+        ranks, stream_number = given[0].numel() // head.payload_bytes, current_stream(self._device)
+        entries, addresses = self._entries, self._addresses.point_to([*given, *gradients])
+
+        def take(name: str, numel: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return scratch(name, numel, dtype, self._device, stream_number)
+
+        indices = take("indices", ranks * entries)
+        if self._runs:
+            launch(unpack, (self._runs, ranks),
+                self._rows, self._run_owners, addresses, indices, entries,
+                LANES=geometry.tile, **FOUR_WARPS,
+            )  # fmt: skip
+        programs = min(self._tiles, geometry.programs * geometry.decoders)
+        writers = self._first.writers
         launch(gather, (programs,),
-            self._rows, self._tile_owners, addresses, gathered, indices, begins, rows,
-            tables.entries, tiles, ranks, head.payload_bytes, tables.writers, head.flags_at, scale,
-            KIND=tables.kind, VALUES=head.values, ROOM=power_of_two(ranks * tables.writers),
-            STEPS=tables.most_entries.bit_length(), OUTPUT=geometry.output, BLOCK=geometry.block,
-            LANES=_ENTRY_LANES, **FOUR_WARPS,
+            self._rows, self._tile_owners, addresses, indices,
+            take("begins", 2 * ranks * self._tiles),
+            take("rows", programs * geometry.output, torch.float32),
+            entries, self._tiles, ranks, writers, scale,
+            KIND=self._first.kind, VALUES=head.values, ROOM=power_of_two(ranks * writers),
+            STEPS=self._steps, OUTPUT=geometry.output,
+            BLOCK=geometry.block, LANES=_ENTRY_LANES, **FOUR_WARPS,
         )  # fmt: skip
+
+
+def _integers(
+    values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32
+) -> Tensor:
+    return torch.tensor(values or [0], dtype=dtype, device=device)
 
 
 def _of_one_kind(squares: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int]:

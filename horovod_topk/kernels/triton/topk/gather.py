@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""Decode: scaled sums over payloads, a tile of a gradient at a time.
+"""Decode: scaled sums over payloads, a tile of a gradient at a time, of one bucket or several.
 
 A launch before this one, `index_coding.unpack`, decodes indices. They ascend within a tensor, so a
 tile's entries are consecutive in every payload. A program finds those of all of its tiles by binary
@@ -20,7 +20,14 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from horovod_topk.kernels.triton.topk.formats import bfloat16_bits, value_at
-from horovod_topk.kernels.triton.topk.numbers import field, in_gradient, number, pointer, split_of
+from horovod_topk.kernels.triton.topk.numbers import (
+    field,
+    in_gradient,
+    number,
+    payloads_of,
+    pointer,
+    split_of,
+)
 
 
 @triton.jit
@@ -231,16 +238,13 @@ def gather(
     table: tensor,
     owners: tensor,
     addresses: tensor,
-    gathered: tensor,
     indices: tensor,
     begins: tensor,
     rows: tensor,
     entries: tensor,
     tiles: tensor,
     ranks: tensor,
-    payload_bytes: tensor,
     writers: tensor,
-    flags_at: tensor,
     scale: tensor,
     KIND: constexpr,
     VALUES: constexpr,
@@ -250,12 +254,13 @@ def gather(
     BLOCK: constexpr,
     LANES: constexpr,
 ) -> None:
-    """Decode a bucket: one program decodes many tiles.
+    """Decode buckets: one program decodes many tiles.
 
+    addresses: of each bucket's payloads, then of gradients; the table says where.
     indices: [ranks, entries]; begins: [ranks, tiles, 2]; rows: [programs, OUTPUT].
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    payloads, found = (gathered, ranks, payload_bytes), (begins, tiles, indices, entries)
+    found = begins, tiles, indices, entries
     row = rows + program.to(tl.int64) * OUTPUT
     for at in range(0, OUTPUT, BLOCK):
         tl.store(row + at + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32))
@@ -264,9 +269,12 @@ def gather(
     tl.debug_barrier()
     for tile in range(program, tiles, programs):
         t = tl.load(owners + tile)
-        of = field(table, t, "gradient")
-        bad = poisoned(gathered + flags_at, of, payloads, writers, ROOM)
+        gathered = payloads_of(table, t, addresses)
+        payloads = gathered, ranks, number(table, t, "payload_bytes")
+        flags, of = gathered + field(table, t, "flags_at"), field(table, t, "gradient")
+        bad = poisoned(flags, of, payloads, writers, ROOM)
+        address = tl.load(addresses + field(table, t, "target"))
         gather_tile(
-            (table, t), tile, tl.load(addresses + of), row, payloads, found, bad, scale,
+            (table, t), tile, address, row, payloads, found, bad, scale,
             KIND, VALUES, OUTPUT, BLOCK, LANES,
         )  # fmt: skip

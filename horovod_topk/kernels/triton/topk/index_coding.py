@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from horovod_topk.kernels.triton.topk import tables
-from horovod_topk.kernels.triton.topk.numbers import field, number
+from horovod_topk.kernels.triton.topk.numbers import field, number, payloads_of
 
 PACKED, SHORT = tl.constexpr(tables.PACKED), tl.constexpr(tables.SHORT)
 
@@ -169,17 +169,19 @@ def copy_share(
 def unpack(
     table: tensor,
     run_owners: tensor,
-    gathered: tensor,
+    addresses: tensor,
     indices: tensor,
     entries: tensor,
-    payload_bytes: tensor,
     LANES: constexpr,
 ) -> None:
-    """Decode the indices of one run of one payload. indices: [ranks, entries]."""
+    """Decode the indices of one run of one payload. indices: [ranks, entries].
+
+    addresses: as in `gather`.
+    """
     run, rank = tl.program_id(0), tl.program_id(1).to(tl.int64)
     t = tl.load(run_owners + run)
     place, own = run - number(table, t, "run0"), (table, t)
-    payload = gathered + rank * payload_bytes
+    payload = payloads_of(table, t, addresses) + rank * field(table, t, "payload_bytes")
     mine = indices + rank * entries + field(table, t, "entry0")
     if number(table, t, "coding") == PACKED:
         unpack_share(own, place, payload, mine, LANES)

@@ -80,6 +80,12 @@ def pointer(address: tl.tensor, DTYPE: tl.constexpr, WIDE: tl.constexpr) -> tl.t
 
 
 @triton.jit
+def payloads_of(table: tl.tensor, t: tl.tensor, addresses: tl.tensor) -> tl.tensor:
+    """Return a pointer to the payloads of all ranks that have tensor `t`."""
+    return pointer(tl.load(addresses + field(table, t, "payload")), tl.uint8, False)
+
+
+@triton.jit
 def widened(address: tl.tensor, at: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Load elements `at` of a gradient as float32; zero where not `mask`, if there is one.
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from horovod_topk.ops import coding
 
@@ -41,6 +42,10 @@ COLUMNS = (
     "dtype",
     "first",
     "gradient",  # the first nine are those of the recipe
+    "flags_at",
+    "payload_bytes",
+    "payload",  # where the address of its bucket's payloads is, in a decode of several buckets
+    "target",  # where the address of its gradient is, there
     "parts",  # shards that its gradient is split into
     "chunk0",
     "chunks",
@@ -155,7 +160,7 @@ class Tables:
             low = coding.low_bits(numel, k) if kind == PACKED else 0
             rule = _rule(numel, k, self.head.sampled, geometry.sample)
             before = chunk0, chunks, run0, runs, tile0, parcel0, entry0
-            rows.append([*share, self.head.parts, *before, low, *rule])
+            rows.append([*share, *self._alone(share), self.head.parts, *before, low, *rule])
             chunk0, run0, tile0 = chunk0 + chunks, run0 + runs, tile0 + self._tiles(numel)
             parcel0, entry0 = parcel0 + self._parcels(k), entry0 + (k if kind else 0)
         return rows
@@ -196,6 +201,11 @@ class Tables:
         kinds = {share[6] for share in self.shares}
         return kinds.pop() if len(kinds) == 1 else 3
 
+    @property
+    def constants(self) -> tuple[object, ...]:
+        """What buckets that are decoded together have in common."""
+        return self.head.values, self.kind, self.writers, self.geometry
+
     @cached_property
     def entries(self) -> int:
         """Number of entries that have an index."""
@@ -206,11 +216,63 @@ class Tables:
         """The largest k of a tensor that has an index."""
         return max((share[1] for share in self.shares if share[3]), default=0)
 
+    def _alone(self, share: tuple[int, ...]) -> tuple[int, ...]:
+        """The columns from "flags_at" on, if a decode has this bucket alone."""
+        return self.head.flags_at, self.head.payload_bytes, 0, 1 + share[8]
+
     def _parcels(self, k: int) -> int:
         return -(-k // (self.parcel_rows * self.block))
 
     def _tiles(self, numel: int) -> int:
         return -(-numel // self.geometry.output)
+
+
+@dataclass(frozen=True)
+class Together:
+    """The integer tables to decode several buckets at once."""
+
+    each: tuple[Tables, ...]
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """The `COLUMNS` of all tensors, whose runs, tiles and entries follow one another."""
+        rows, before = list[list[int]](), dict.fromkeys(("run0", "tile0", "entry0"), 0)
+        target = len(self.each) - 1  # addresses of payloads come first
+        for payload, tables in enumerate(self.each):
+            for row in tables.rows:
+                named = dict(zip(COLUMNS, row, strict=True))
+                moved = {column: named[column] + at for column, at in before.items()}
+                places = {"payload": payload, "target": named["target"] + target}
+                rows.append([*(named | moved | places).values()])
+            before["run0"] += len(tables.run_owners)
+            before["tile0"] += len(tables.tile_owners)
+            before["entry0"] += tables.entries
+            target += tables.gradients
+        return rows
+
+    @property
+    def run_owners(self) -> list[int]:
+        """The tensor of each run."""
+        return self._numbered([tables.run_owners for tables in self.each])
+
+    @property
+    def tile_owners(self) -> list[int]:
+        """The tensor of each tile."""
+        return self._numbered([tables.tile_owners for tables in self.each])
+
+    @property
+    def entries(self) -> int:
+        """Number of entries that have an index."""
+        return sum(tables.entries for tables in self.each)
+
+    @property
+    def most_entries(self) -> int:
+        """The largest k of a tensor that has an index."""
+        return max(tables.most_entries for tables in self.each)
+
+    def _numbered(self, owners: Sequence[Sequence[int]]) -> list[int]:
+        firsts = accumulate((len(tables.shares) for tables in self.each), initial=0)
+        return [first + t for first, own in zip(firsts, owners, strict=False) for t in own]
 
 
 def power_of_two(least: int) -> int:
