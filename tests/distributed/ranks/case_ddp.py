@@ -360,6 +360,30 @@ def test_no_backward_at_all_exchanges(way: str) -> None:
     assert_ranks_equal(task.parameters())
 
 
+@pytest.mark.parametrize("replaces", [True, False])
+def test_attaching_between_backward_and_step(replaces: bool) -> None:
+    task = Setup().task()
+    model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
+    if replaces:
+        TopKEF(**SPARSE).attach(model, before := training.sgd(task.parameters()))
+        take(model, before, 0)
+        before.zero_grad()
+    model(hvd.rank(), 0).backward()
+    TopKEF(**SPARSE).attach(model, optimizer)
+    before = bits(task.parameters())
+    for _ in range(2):
+        nn.utils.clip_grad_norm_(task.parameters(), 0.05)
+        with pytest.raises(StepBeforeSynchronizeError, match=r"attach\(\) was called between back"):
+            optimizer.step()
+    assert torch.equal(bits(task.parameters()), before)
+    with model.no_sync():
+        model(hvd.rank(), 0).backward()
+    with pytest.raises(StepBeforeSynchronizeError, match="has exchanged any"):
+        optimizer.step()
+    take(model, optimizer, 1)
+    assert_ranks_equal(task.parameters())
+
+
 def test_joining_is_refused() -> None:
     task = Setup().task()
     optimizer = Setup().distributed(task, TopKEF(**SPARSE))

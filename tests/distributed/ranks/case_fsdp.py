@@ -482,6 +482,16 @@ def test_nodes_with_different_settings(plain: tuple[Net, Any], mesh: DeviceMesh)
         TopKEF(ratio=ratio).attach(net, optimizer, between=mesh["replicate"])
 
 
+def test_attaching_between_backward_and_step(plain: tuple[Net, Any], mesh: DeviceMesh) -> None:
+    net, optimizer = plain
+    loss(net, 0).backward()
+    TopKEF(**SPARSE).attach(net, optimizer, between=mesh["replicate"])
+    with pytest.raises(StepBeforeSynchronizeError, match=r"attach\(\) was called between backward"):
+        optimizer.step()
+    ordinary(net, optimizer, 1)
+    assert_nodes_equal(net, mesh)
+
+
 def test_steps_that_are_refused(mesh: DeviceMesh) -> None:
     net, optimizer = attached(mesh, OPTIMIZERS["AdamW"], SPARSE)
     loss(net, 0).backward()
