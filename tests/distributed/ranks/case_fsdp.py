@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -473,6 +475,16 @@ def test_models_and_meshes_that_are_refused(plain: tuple[Net, Any], mesh: Device
     TopKEF().attach(net, optimizer, between=between)
     with pytest.raises(ConfigError, match="attached to this model and this optimizer already"):
         TopKEF().attach(net, optimizer, between=between)
+
+
+def test_memory_is_free_once_a_model_is_deleted(mesh: DeviceMesh) -> None:
+    """Models that FSDP2 has sharded are reference cycles of its own."""
+    net, optimizer = attached(mesh, OPTIMIZERS["AdamW"], SPARSE)
+    ordinary(net, optimizer, 0)
+    held = [*map(weakref.ref, (net, TopKEF.of(net)._compressor))]
+    del net, optimizer
+    gc.collect()
+    assert [each() for each in held] == [None, None]
 
 
 def test_nodes_with_different_settings(plain: tuple[Net, Any], mesh: DeviceMesh) -> None:
