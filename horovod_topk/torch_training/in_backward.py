@@ -311,6 +311,11 @@ def within(wrapper: Any) -> list[Any]:
 _WATCHING: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
 
 
+def hooks_on(optimizer: Any) -> list[BackwardHooks]:
+    """Step hooks on an optimizer, also those for a model that was deleted."""
+    return [hooks for hooks in _WATCHING if hooks.optimizer() is optimizer]
+
+
 @functools.cache
 def _watch_steps() -> None:
     """Register a hook with PyTorch that checks every optimizer's step before it changes weights."""

@@ -666,6 +666,31 @@ def test_what_fails_leaves_nothing_behind(fail: Callable[[Any, Any], None]) -> N
     assert_same(train(tried=True), train(tried=False))
 
 
+@pytest.mark.parametrize("make", [training.sgd, training.adamw])
+def test_memory_is_free_once_a_model_is_deleted(make: Callable[[Any], Any]) -> None:
+    """Python's garbage collection, which may come much later, is not needed."""
+
+    def trained() -> list[Any]:
+        task = Setup().task()
+        model, optimizer = DistributedDataParallel(task), make(task.parameters())
+        adapter.TopKEF(min_numel=0).attach(model, optimizer)
+        for step in range(2):
+            take(model, optimizer, step)
+        runner = adapter.TopKEF.of(model)._compressor
+        return [model, optimizer, weakref.ref(runner), weakref.ref(*runner.registry.all_arenas())]
+
+    trained()  # what is imported in the first steps keeps some frames
+    gc.collect()
+    gc.disable()
+    try:
+        *owners, runner, arenas = trained()
+        assert None not in (runner(), arenas())
+        owners.clear()
+        assert (runner(), arenas()) == (None, None)
+    finally:
+        gc.enable()
+
+
 class Turned(Task):
     """Multiplies by a complex parameter, or by a real one that is read as such."""
 
