@@ -158,7 +158,7 @@ class LocalSteps(Optimizer):
             log.warning("%s", WRAPPED)
         self._topkef.average([_wide_spec(name, b, device) for name, b in beside.items()])
         compressor.attached(self._topkef)
-        outer, self._counter = self._config.outer, Counter(weakref.ref(self))
+        outer, self._counter = self._config.outer, InnerSteps(weakref.ref(self))
         if has_hooks(optimizer):
             if optimizer not in _COUNTERS:
                 optimizer.register_step_pre_hook(_before_inner_step)
@@ -343,7 +343,7 @@ def _wide_spec(name: str, p: Tensor, device: str | None) -> TensorSpec:
 
 
 @dataclass
-class Counter:
+class InnerSteps:
     """Counts inner steps that a `LocalSteps` has not counted; it outlives the `LocalSteps`."""
 
     steps: weakref.ref[LocalSteps]
@@ -355,7 +355,7 @@ class Counter:
         self.uncounted, self.is_used = 0, True
 
 
-_COUNTERS: weakref.WeakKeyDictionary[Optimizer, Counter]
+_COUNTERS: weakref.WeakKeyDictionary[Optimizer, InnerSteps]
 _COUNTERS = weakref.WeakKeyDictionary()  # of the last `LocalSteps` of each inner optimizer
 
 
