@@ -12,7 +12,17 @@ from typing import Any, Self
 
 from horovod_topk.errors import ConfigError, UnknownSettingError, check
 from horovod_topk.guard import Guard
-from horovod_topk.ratios import DENSE, Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
+from horovod_topk.ratios import (
+    DENSE,
+    Exactly,
+    Rules,
+    Shape,
+    checked_ratio,
+    checked_rules,
+    make_plain,
+    plain,
+    resolve,
+)
 from horovod_topk.schedules import Schedule
 
 RESIDUALS = ("float32", "bfloat16", "int8", "int4")  # values of `residuals`
@@ -126,6 +136,7 @@ class Settings:
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_choice("exchange", self.exchange, self.exchanges)
         check_choice("residuals", self.residuals, RESIDUALS)
         is_size = type(self.min_numel) is int and self.min_numel >= 0
@@ -374,11 +385,13 @@ def check_flag(setting: str, value: object) -> None:
     check(type(value) is bool, setting, value, "is neither True nor False", cure)
 
 
-def check_whole(setting: str, value: object, least: int, most: int, example: int) -> None:
-    """Raise ConfigError if the value of a setting is not an integer from `least` to `most`."""
-    is_valid = type(value) is int and least <= value <= most
+def check_whole(setting: str, value: object, least: int, most: int, example: int) -> int:
+    """Return the value of a setting as an int; raise ConfigError unless it is in this range."""
+    number: int = plain(value)
+    is_valid = type(number) is int and least <= number <= most
     cure = f"Pass a whole number in this range, such as {setting}={example}"
     check(is_valid, setting, value, f"is no whole number from {least} to {most}", cure)
+    return number
 
 
 def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
@@ -408,7 +421,7 @@ def _checked_warmup(warmup: object) -> int | Stretches | None:
     if warmup is None or (type(warmup) is int and warmup > 0):
         return warmup
     if isinstance(warmup, Sequence) and not isinstance(warmup, str) and len(warmup):
-        pairs = [tuple(p) for p in warmup if isinstance(p, Sequence) and len(p) == 2]
+        pairs = [(plain(p[0]), p[1]) for p in warmup if isinstance(p, Sequence) and len(p) == 2]
         untils = [until for until, _ in pairs]
         whole = all(type(until) is int and until > 0 for until in untils)
         if len(pairs) == len(warmup) and whole and sorted(set(untils)) == untils:

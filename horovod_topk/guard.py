@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from horovod_topk.errors import ConfigError
+from horovod_topk.ratios import make_plain
 from horovod_topk.schedules import check_above, check_steps
 
 MEASURES = ("verdict",)  # measures that these rules need; see `core.codec.measures`
@@ -56,6 +57,7 @@ class Guard:
     cool_down: int | None = None  # dense steps
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name in ("nonfinite", "cool_down"):
             if getattr(self, name) is not None:
                 check_steps(name, getattr(self, name))

@@ -8,8 +8,10 @@ ranks compare these ratios, and not patterns or functions.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import partial
 from numbers import Integral, Real
@@ -97,6 +99,21 @@ def made_again(rules: Rules | None, before: Rules | None) -> Predicate | None:
     doubtful = [new for new, old in pairs if isinstance(new, Predicate) and new.may_be(old)]
     alike = ratios[0] == ratios[1] and len(doubtful) == len(pairs)
     return doubtful[0] if alike and doubtful else None
+
+
+def plain(value: Any) -> Any:
+    """Return a number of any package, such as NumPy's, as an int or float; others as they are."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    with suppress(TypeError):  # it is no whole number
+        return operator.index(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def make_plain(settings: Any) -> None:
+    """Replace numbers in the fields of a frozen dataclass as `plain` does, before their checks."""
+    for each in fields(settings):
+        object.__setattr__(settings, each.name, plain(getattr(settings, each.name)))
 
 
 def checked_ratio(ratio: object, name: str = "ratio") -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from horovod_topk.errors import ConfigError, check
-from horovod_topk.ratios import checked_ratio
+from horovod_topk.ratios import checked_ratio, make_plain, plain
 
 Profiles = tuple[tuple[float, tuple[tuple[str, Any], ...]], ...]
 Decision = tuple[float, ...]  # a ratio level, then the schedule's memory; (): no decision yet
@@ -35,6 +35,7 @@ class Schedule:
     profiles: Profiles | Mapping[float, Mapping[str, Any]] = ()  # further settings of levels
 
     def __post_init__(self) -> None:
+        make_plain(self)
         pairs = self.profiles.items() if isinstance(self.profiles, Mapping) else self.profiles
         checked = tuple((checked_ratio(r, "a level of profiles"), _pairs(p)) for r, p in pairs)
         object.__setattr__(self, "profiles", checked)
@@ -198,7 +199,7 @@ def _pairs(settings: object) -> tuple[tuple[str, Any], ...]:
     """Settings as sorted pairs, which can be hashed and compared."""
     pairs = settings.items() if isinstance(settings, Mapping) else settings
     try:
-        return tuple(sorted((str(name), value) for name, value in pairs))  # type: ignore[attr-defined]
+        return tuple(sorted((str(name), plain(value)) for name, value in pairs))  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"profiles has {settings!r}, which is not a mapping of settings",

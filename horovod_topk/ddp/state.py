@@ -36,7 +36,7 @@ from horovod_topk.ddp.hooks import Hooks
 from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_trained
 from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.gradients import Slot
-from horovod_topk.torch_training.in_backward import BackwardState, check_optimizers
+from horovod_topk.torch_training.in_backward import BackwardState, check_optimizers, hooks_on
 from horovod_topk.torch_training.optimizer_settings import check_has_hooks
 from horovod_topk.torch_training.state import TrainingCompressor, live_states
 from horovod_topk.torch_training.tracing import untraced
@@ -103,10 +103,11 @@ class DDPState(BackwardState):
             check_inherits(self._compressor.config, config, changed)
         inherits = None if before is None else self
         each = self._agree(optimizers, names, compressor, model.process_group, groups, inherits)
+        held = self._model  # hooks must not refer to this state, which refers to them
         try:
             for hooks, optimizer in zip(each, optimizers, strict=True):
                 hooks.model = weakref.ref(model.module)
-                hooks.is_registered = lambda: not all(s.is_copy for s in _states_of(self._model()))
+                hooks.is_registered = lambda: not all(s.is_copy for s in _states_of(held()))
                 own = [slot.parameter for slot in hooks.buckets.slots.values()]
                 self._watch(hooks, optimizer, ((p, _accumulation_of(p)) for p in own))
         except BaseException:
@@ -190,6 +191,10 @@ class DDPState(BackwardState):
         for state in others:
             if any(state.has(hooks.optimizer()) for hooks in self._each):
                 state.detach()
+        for hooks in self._each:
+            for other in hooks_on(hooks.optimizer()):
+                if other is not hooks:
+                    other.remove()
 
     def _add(self, hooks: Hooks, slot: Slot, gradient: Tensor) -> None:
         """Note a gradient; launch its bucket if it is the last, unless it waits for a step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +22,6 @@ from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.in_backward import BackwardCompressor, listed
-
-_STATES: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 class Compressor(BackwardCompressor):
@@ -83,10 +80,11 @@ class Compressor(BackwardCompressor):
                 _average(model, group, name)
             return
         optimizers = listed(optimizer)
-        before: FSDPState | None = _STATES.get(model)
+        before: FSDPState | None = getattr(model, "_topkef", None)
         if before is not None:
             before.check_is_new(optimizers)
-        _STATES[model] = state = FSDPState(model, optimizers, self, group, groups, before)
+        state = FSDPState(model, optimizers, self, group, groups, before)
+        vars(model)["_topkef"] = state
         self.attached(state)
 
     @staticmethod
@@ -96,8 +94,7 @@ class Compressor(BackwardCompressor):
         Raises:
             NotAttachedError: no compressor is attached to it.
         """
-        found: FSDPState | None = None if model is None else _STATES.get(model)
-        if found is not None:
+        if isinstance(found := getattr(model, "_topkef", None), FSDPState):
             return found
         if name := horovods():
             return ByHorovod(name, "torch")  # type: ignore[return-value]

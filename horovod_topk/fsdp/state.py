@@ -111,7 +111,13 @@ class FSDPState(BackwardState):
             hooks.model = self._root
             self._watch(hooks, optimizer, ())
         self._use(*each)
-        handles = [p.register_post_accumulate_grad_hook(self._ready) for p in names]
+        held = weakref.WeakMethod(self._ready)  # Python frees no cycle through a parameter's hook
+
+        def note(p: Any) -> None:
+            if (ready := held()) is not None:
+                ready(p)
+
+        handles = [p.register_post_accumulate_grad_hook(note) for p in names]
         self._handles = [*handles, model.register_forward_pre_hook(self._before_forward)]
 
     def detach(self) -> None:

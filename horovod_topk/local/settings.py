@@ -12,6 +12,7 @@ from typing import Any
 
 from horovod_topk.config import check_choice, check_whole
 from horovod_topk.errors import ConfigError, UnknownSettingError, check
+from horovod_topk.ratios import make_plain
 
 FORMS = ("nesterov", "heavy_ball", "averaged")
 MOST = 2**20  # inner steps of a round
@@ -52,6 +53,7 @@ class Outer:
     form: str = "nesterov"
 
     def __post_init__(self) -> None:
+        make_plain(self)
         _check_number("lr", self.lr, 1e-6, 1e3, 1.0)
         _check_number("momentum", self.momentum, 0.0, 1.0 - 1e-6, 0.9)
         check_choice("form", self.form, FORMS)
@@ -96,6 +98,7 @@ class LocalConfig:
     clip: float | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if isinstance(self.every, str):
             is_seconds = re.fullmatch(r"\d+(\.\d+)?s", self.every) is not None
             cure = 'Pass seconds such as every="60s", or steps such as every=30'

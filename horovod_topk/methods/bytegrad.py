@@ -43,8 +43,8 @@ class ByteGrad(Codec):
     exchange: str = "sharded"
 
     def __post_init__(self) -> None:
-        check_whole("block", self.block, 16, 65536, example=2048)
         super().__post_init__()
+        check_whole("block", self.block, 16, 65536, example=2048)
 
     def data_bytes(self, piece: Piece) -> int:
         """`Codec.data_bytes`."""

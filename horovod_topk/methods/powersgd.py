@@ -62,8 +62,8 @@ class PowerSGD(Rounds, Seeded):
     rank: int = 4  # columns of the factors
 
     def __post_init__(self) -> None:
-        check_whole("rank", self.rank, 1, 1024, example=4)
         super().__post_init__()
+        check_whole("rank", self.rank, 1, 1024, example=4)
 
     def piece(self, part: Piece, direction: str) -> Piece:
         """`Method.piece`: a tensor is also sent whole if its factors are not smaller."""

@@ -62,6 +62,7 @@ class QSGD(Codec, Seeded):
     error_feedback: bool | None = None  # type: ignore[assignment,misc]  # None: where it contracts
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole("bits", self.bits, 2, 8, example=4)
         check_whole("block", self.block, 16, 65536, example=128)
         check_choice("norm", self.norm, ("max", "l2"))
@@ -75,7 +76,6 @@ class QSGD(Codec, Seeded):
                 "residuals would grow",
                 cure="Leave error_feedback= out, or pass more bits or smaller blocks",
             )
-        super().__post_init__()
 
     @property
     def levels(self) -> int:

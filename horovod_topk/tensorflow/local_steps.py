@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,10 @@ from horovod_topk.tensorflow.state_variables import Tensors
 log = logging.getLogger("horovod_topk")
 
 AVERAGED = "averaged "  # begins the names of variables that are averaged
+UNUSED = (
+    "LocalSteps was deleted before its first step: ranks train apart. Keep what LocalSteps(...) "
+    "returns, and call its step() after each training step"
+)
 
 
 class VariableWeights:
@@ -184,6 +189,8 @@ class LocalSteps:
             self._topkef._process_set = process_set
             self._topkef.begin()
             compressor.attached(self._topkef)
+        self._unused = weakref.finalize(self, log.warning, UNUSED)
+        self._unused.atexit = False
         rate = self._config.outer.effective_lr
         log.info("LocalSteps: %s, effective outer rate %.3g", self._config, rate)
 
@@ -212,6 +219,7 @@ class LocalSteps:
                 "LocalSteps.step() was called in a tf.function, which calls it when it is traced",
                 cure="Call it after the tf.function, once for each training step",
             )
+        self._unused.detach()
         with self._on_device():
             self._topkef.check_equal()
             self._topkef.count()

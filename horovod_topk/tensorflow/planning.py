@@ -26,6 +26,7 @@ class TapeSettings:
     groups: Groups  # None, a number of buckets, or ids of variables
     process_set: Any
     update_rule: UpdateRule | None = None  # what is kept and sent for the optimizer's update
+    optimizer: str | None = None  # name of its class; None: it is not known
 
     @property
     def key(self) -> tuple[object, ...]:

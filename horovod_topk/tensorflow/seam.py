@@ -148,7 +148,9 @@ class Exchange:
         if updates is not None:
             memory.warnings += updates.leave_narrow(optimizer, variables)
         rule = updates.rule if updates is not None and updates.is_on else None
-        config, settings = self.config, replace(self._settings, update_rule=rule)
+        kind = None if optimizer is None else kind_of(optimizer)
+        settings = replace(self._settings, update_rule=rule, optimizer=kind)
+        config = self.config
         check_not_twice(optimizer, config)
         # Horovod would exchange sparse gradients, and no momentum would be applied to them.
         if self._sparse_as_dense or rule is not None:

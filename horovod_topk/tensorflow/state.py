@@ -271,7 +271,8 @@ class OptimizerState(Attached[VariableState]):
         by_name = {spec.name: v for spec, v in zip(specs, variables, strict=True)}
         with tf.init_scope():  # run eagerly, also while a graph is being built
             if not elastic():  # in elastic jobs, ranks that join late make their plans alone
-                ordinal = agree(plan, ordinal, self._state.ops, self._state.collective)
+                own = self._state.ops, self._state.collective
+                ordinal = agree(plan, ordinal, *own, optimizer=self._settings.optimizer)
             self._state.know(plan, by_name)
         return CachedPlan(specs, plan, prefix, ordinal)
 

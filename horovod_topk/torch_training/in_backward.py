@@ -153,12 +153,15 @@ class BackwardHooks(steps.Hooks):
     is_registered: Callable[[], bool]  # set by the adapter
     model: Callable[[], Any]  # set by the adapter
     _applied = -1  # number of exchanges when the present step began to apply them; -1: no step
+    _earlier: Mapping[Slot, weakref.ref[Tensor]] = {}  # gradients from before `watch`
 
     def watch(self, optimizer: Any, accumulations: Any) -> None:
         """As `steps.Hooks.watch`."""
         _WATCHING.add(self)
         _watch_steps()
         super().watch(optimizer, accumulations)
+        pairs = ((slot, slot.parameter.grad) for slot in self.buckets.slots.values())
+        self._earlier = {slot: weakref.ref(g) for slot, g in pairs if g is not None}
 
     def remove(self) -> None:
         """As `steps.Hooks.remove`."""
@@ -183,6 +186,12 @@ class BackwardHooks(steps.Hooks):
         slots = self.buckets.slots.values()
         gradients = [slot.gradient for slot in slots if slot.gradient is not None]
         if not any(slot.exchanged for slot in slots) and any(map(torch.any, gradients)):
+            if not self.buckets.exchanges and any(map(self._is_earlier, slots)):
+                raise StepBeforeSynchronizeError(
+                    "attach() was called between backward() and step(), which would apply "
+                    "gradients that the compressor has not exchanged",
+                    cure="Call attach() before backward(); now zero_grad() and backward() first",
+                )
             missing = [slot.spec.name for slot in slots if not slot.has_fired]
             if 0 < len(missing) < len(slots):
                 problem, cure = self.refusals.incomplete
@@ -194,6 +203,12 @@ class BackwardHooks(steps.Hooks):
             problem, cure = self.refusals.not_now if self.buckets.exchanges else never
             raise StepBeforeSynchronizeError(problem, cure=cure)
         self._applied = self.buckets.exchanges
+
+    def _is_earlier(self, slot: Slot) -> bool:
+        """Whether a gradient is not 0, and is that from before `watch`."""
+        gradient, known = slot.gradient, self._earlier.get(slot)
+        is_same = known is not None and known() is slot.parameter.grad and not slot.has_fired
+        return is_same and gradient is not None and bool(torch.any(gradient))
 
     def _names(self) -> Mapping[Any, str]:
         """Names of the module's parameters, trained or not."""
@@ -296,6 +311,11 @@ def within(wrapper: Any) -> list[Any]:
 
 
 _WATCHING: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
+
+
+def hooks_on(optimizer: Any) -> list[BackwardHooks]:
+    """Step hooks on an optimizer, also those for a model that was deleted."""
+    return [hooks for hooks in _WATCHING if hooks.optimizer() is optimizer]
 
 
 @functools.cache

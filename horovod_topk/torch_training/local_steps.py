@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -125,7 +125,6 @@ class LocalSteps(Optimizer):
     """
 
     compressors: ClassVar[type[TrainingCompressor]]  # the base class of the adapter's
-    _uncounted = 0  # inner steps since the last one that was counted
     _step_supports_amp_scaling = True  # GradScaler calls step() also where gradients are infinite
 
     def __init__(
@@ -159,12 +158,12 @@ class LocalSteps(Optimizer):
             log.warning("%s", WRAPPED)
         self._topkef.average([_wide_spec(name, b, device) for name, b in beside.items()])
         compressor.attached(self._topkef)
-        outer = self._config.outer
+        outer, self._counter = self._config.outer, InnerSteps(weakref.ref(self))
         if has_hooks(optimizer):
-            if optimizer not in _AROUND:
+            if optimizer not in _COUNTERS:
                 optimizer.register_step_pre_hook(_before_inner_step)
                 optimizer.register_step_post_hook(_after_inner_step)
-            _AROUND[optimizer] = weakref.ref(self)
+            _COUNTERS[optimizer] = self._counter
         log.info("LocalSteps: %s, effective outer rate %.3g", self._config, outer.effective_lr)
 
     def __repr__(self) -> str:
@@ -248,7 +247,7 @@ class LocalSteps(Optimizer):
         Raises:
             ConfigError: a parameter is trained that was frozen when this object was made.
         """
-        self._uncounted = 0
+        self._counter.note_counted()
         state = self._topkef
         if state.is_new and closure is None and not self._has_gradient():
             return self._inner.step()  # as hvd.broadcast_optimizer_state does
@@ -269,7 +268,7 @@ class LocalSteps(Optimizer):
     @torch.no_grad()
     def count(self) -> None:
         """Count an inner step that was taken elsewhere, and take the outer steps that are due."""
-        self._uncounted = 0
+        self._counter.note_counted()
         if self._topkef.count():
             self._check_trained()
 
@@ -280,6 +279,7 @@ class LocalSteps(Optimizer):
         A collective: call it on every rank, after as many rounds. Before evaluation it need not be
         called: any rank's weights can be evaluated.
         """
+        self._counter.note_counted()
         self._topkef.synchronize()
 
     def _inner_step(self, closure: Any) -> Any:
@@ -342,12 +342,21 @@ def _wide_spec(name: str, p: Tensor, device: str | None) -> TensorSpec:
     return replace(spec, dtype=spec.residual_dtype, device=device or spec.device)
 
 
-_AROUND: weakref.WeakKeyDictionary[Optimizer, weakref.ref[LocalSteps]]
-_AROUND = weakref.WeakKeyDictionary()  # by inner optimizer; the last one that was made of it
+@dataclass
+class InnerSteps:
+    """Counts inner steps that a `LocalSteps` has not counted; it outlives the `LocalSteps`."""
+
+    steps: weakref.ref[LocalSteps]
+    uncounted: int = 0  # since the last one that was counted
+    is_used: bool = False  # whether the `LocalSteps` has ever counted a step
+
+    def note_counted(self) -> None:
+        """Note that the `LocalSteps` counts a step, or ends a round."""
+        self.uncounted, self.is_used = 0, True
 
 
-def _around(optimizer: Any) -> LocalSteps | None:
-    return _AROUND[optimizer]()
+_COUNTERS: weakref.WeakKeyDictionary[Optimizer, InnerSteps]
+_COUNTERS = weakref.WeakKeyDictionary()  # of the last `LocalSteps` of each inner optimizer
 
 
 @untraced
@@ -355,22 +364,28 @@ def _before_inner_step(optimizer: Any, *_: Any) -> None:
     """Refuse the steps of a loop that steps the inner optimizer instead of `LocalSteps`.
 
     Raises:
-        NotAttachedError: the step before was not counted.
+        NotAttachedError: the step before was not counted, or none is going to be.
     """
-    steps = _around(optimizer)
-    if steps is not None and steps._uncounted:
+    counter, kind = _COUNTERS[optimizer], type(optimizer).__name__
+    if counter.steps() is None and not counter.is_used:
         raise NotAttachedError(
-            f"{type(optimizer).__name__}.step() was called again, and LocalSteps has not counted "
-            "the step before: ranks would train apart",
-            cure="Call step() of LocalSteps, which takes this step; or delete it, to train without",
+            f"{kind}.step() was called, and the LocalSteps that was made of this optimizer was "
+            "deleted before its first step: ranks would train apart",
+            cure=f"Write optimizer = LocalSteps(optimizer, ...), and step that. To train without "
+            f"it, make {kind} anew",
+        )
+    if counter.steps() is not None and counter.uncounted:
+        raise NotAttachedError(
+            f"{kind}.step() was called again, and LocalSteps has not counted the step before: "
+            "ranks would train apart",
+            cure="Call step() of LocalSteps, which takes this step. To train without it, call its "
+            "synchronize() and delete it",
         )
 
 
 @untraced
 def _after_inner_step(optimizer: Any, *_: Any) -> None:
-    steps = _around(optimizer)
-    if steps is not None:
-        steps._uncounted += 1
+    _COUNTERS[optimizer].uncounted += 1
 
 
 def _named(pairs: Any, setting: str) -> list[tuple[str, Tensor]]:

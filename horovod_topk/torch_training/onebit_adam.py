@@ -351,9 +351,10 @@ def _check_same_phase(groups: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _check(group: Mapping[str, Any]) -> None:
+def _check(group: dict[str, Any]) -> None:
     """Refuse settings of a parameter group that are out of their ranges."""
-    check_whole("freeze_after", group["freeze_after"], 1, MOST, example=1000)
+    steps = check_whole("freeze_after", group["freeze_after"], 1, MOST, example=1000)
+    group["freeze_after"] = steps  # a checkpoint has it
     check_flag("bias_correction", group["bias_correction"])
     for setting in (each for each in RANGES if each in group):
         (example, *ranges), value = RANGES[setting], group[setting]

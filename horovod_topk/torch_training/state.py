@@ -24,6 +24,7 @@ from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.run.attached import Attached
 from horovod_topk.core.run.base_compressor import BaseCompressor
+from horovod_topk.core.run.optimizers import kind_of
 from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.run.stats import Stats, describe
 from horovod_topk.core.run.timing import Timed
@@ -151,7 +152,8 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         plan = plan.under(plan.config, rule)  # whose rules for ratios are applied
         scaler = compressor.grad_scaler
         preprocessing = Preprocessing.of(scaler, plan, optimizer)
-        name = _agreed_name(plan, collective, beside, has_scaler=scaler is not None)
+        agreed = {"optimizer": kind_of(optimizer), "has_scaler": scaler is not None}
+        name = _agreed_name(plan, collective, beside, **agreed)
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         names = {p: names[p] for p in parameters if p in names}
         own = _compressor_of(optimizer, names, plan, rule, name, collective)
@@ -267,15 +269,18 @@ def inherit(before: Sequence[StepRunner[Tensor]], new: Sequence[StepRunner[Tenso
 
 
 def _agreed_name(
-    plan: Plan, collective: Timed[Tensor], beside: Sequence[Hooks], *, has_scaler: bool
+    plan: Plan, collective: Timed[Tensor], beside: Sequence[Hooks], **agreed: Any
 ) -> tuple[str, int]:
-    """Agree with all ranks on a plan and its optimizer's number, and return its name."""
+    """Agree with all ranks on a plan and its optimizer's number, and return its name.
+
+    agreed: passed to `agree`.
+    """
     prefix = plan.config.name or f"topkef.{plan.digest.hex()}"
     names = [hooks.name for state in live_states() for hooks in state._each]
     names += [hooks.name for hooks in beside]
     ordinal = max((n for taken, n in names if taken == prefix), default=-1) + 1
     if not elastic():  # a rank that joins late constructs its optimizer alone
-        ordinal = agree(plan, ordinal, TorchOps(), collective, has_scaler=has_scaler)
+        ordinal = agree(plan, ordinal, TorchOps(), collective, **agreed)
     return prefix, ordinal
 
 

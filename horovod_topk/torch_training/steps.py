@@ -426,7 +426,7 @@ class Unapplied:
         self._counts = counts
         names = [slot.spec.name for slot in buckets.slots.values()] or [""]
         self._kind = f"{kind_of(optimizer)} ({len(names)} tensors, such as {names[0]!r})"
-        self._own = vars(optimizer)  # the instance's own attributes
+        self._optimizer = weakref.ref(optimizer)
         self.forget()
         self._ended: deque[str] = deque(maxlen=LOOKED_AT)
         self._has_ended = takes_back(optimizer)  # two exchanges a step are no fault
@@ -453,8 +453,9 @@ class Unapplied:
         return self._text(missed) if self._has_ended else ""
 
     def _text(self, missed: list[str]) -> str:
-        replaced = ""
-        if (step := self._own.get("step")) is not None:
+        replaced, optimizer = "", self._optimizer()
+        own = {} if optimizer is None else vars(optimizer)  # the instance's own attributes
+        if (step := own.get("step")) is not None:
             name = getattr(step, "__qualname__", type(step).__name__)
             replaced = f", and the optimizer's step was replaced by {name}"
         cause = CLEARED if missed.count(CLEARED) > len(missed) // 2 else UNSEEN

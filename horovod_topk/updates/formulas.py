@@ -262,10 +262,10 @@ def adam_of(
 
 
 def far(rms: Any, of: Adam, verbs: Verbs) -> Any:
-    """far = max(1, min(1, t (1 - beta1)^2) rms / 5 / lr)."""
+    """far = max(1, min(1, t (1 - beta1)^2) rms / 5 / lr); `FREE` at most, also if rms is NaN."""
     reach = rms * of.reach
-    reach = verbs.where(reach < 1.0, rms * 0.0 + 1.0, reach)
-    return verbs.where(reach < FREE, reach, rms * 0.0 + FREE)
+    reach = verbs.where(reach < 1.0, 1.0, reach)
+    return verbs.where(reach < FREE, reach, FREE)
 
 
 def adam(

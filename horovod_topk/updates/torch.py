@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class _Verbs:
     def root(self, array: Tensor) -> Tensor:
         return lists.root(array)
 
-    def where(self, condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    def where(self, condition: Tensor, one: Any, other: Any) -> Tensor:
         return torch.where(condition, one, other)
 
 

@@ -107,8 +107,8 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def case_updates(dtype: str, numbers: str, maximize: bool) -> None:
     """One launch updates tensors of several groups and layouts, with the bits of torch."""
     each_step = [drawn(step) for step in range(2)]
-    # A weight becomes NaN in the last step: the limit of the others would depend on it.
-    each_step[1][3][7], each_step[1][3][8] = math.nan, -0.0
+    # A weight becomes NaN in the first step: in the last one the others have the largest limit.
+    each_step[0][3][7], each_step[0][3][8] = math.nan, -0.0
     start = [drawn(2), drawn(3), [each * each for each in drawn(4)], drawn(5), codes(6)]
     start[3] = [each.abs() for each in start[3]]
     is_sgd, has_largest = numbers in ("sgd", "nesterov"), numbers == "coupled"

@@ -158,6 +158,18 @@ def test_a_foreign_payload_is_refused_before_anything_changed(data: st.DataObjec
     assert world.commit() == [False, False]
 
 
+def test_ranks_need_optimizers_of_one_class() -> None:
+    """Also where the exchange does not depend on them: equal gradients would move weights apart."""
+    kinds = "SGD", "AdamW"
+    answers = on_every_rank(
+        Loopback(2, NUMPY.ops),
+        lambda here: agree(AGREED, 0, NUMPY.ops, here, optimizer=kinds[here.rank]),
+    )
+    messages = [str(answer.exception()) for answer in answers]
+    told = 'ranks disagree on optimizer: "AdamW" on rank 1, "SGD" on rank 0 (this one). Give all'
+    assert messages[0].startswith(told)
+
+
 def test_ranks_need_a_grad_scaler_all_or_none() -> None:
     """Residuals with a scale, and others without it, would add up to other weights."""
     answers = on_every_rank(

@@ -646,7 +646,7 @@ def test_a_loop_that_steps_the_inner_optimizer_is_refused() -> None:
     """Ranks would train apart, and nothing would say so."""
     weights = nn.Parameter(torch.ones(40))
     inner, named = torch.optim.SGD([weights], lr=0.1), [("weights", weights)]
-    LocalSteps(inner, named, collective=None)  # it is deleted at once
+    LocalSteps(inner, named, collective=None)  # another one replaces it
     optimizer = LocalSteps(inner, named, collective=None, every=2)
     weights.grad = torch.ones(40)
     for _ in range(3):
@@ -657,8 +657,30 @@ def test_a_loop_that_steps_the_inner_optimizer_is_refused() -> None:
     inner.step()
     with pytest.raises(NotAttachedError, match=r"SGD.*not counted.*Call step\(\) of LocalSteps"):
         inner.step()
+    optimizer.synchronize()
     del optimizer
-    inner.step()
+    for _ in range(2):
+        inner.step()
+
+
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_a_loop_without_a_name_for_local_steps_is_refused(stepped: int) -> None:
+    """`LocalSteps(inner, ...)` alone on its line: it is deleted, and counts nothing."""
+    weights = nn.Parameter(torch.ones(40))
+    weights.grad = torch.ones(40)
+    inner = torch.optim.SGD([weights], lr=0.1)
+    optimizer = LocalSteps(inner, [("weights", weights)], collective=None)
+    for _ in range(stepped):
+        inner.step()
+    before = weights.clone()
+    del optimizer
+    for _ in range(2):
+        with pytest.raises(NotAttachedError, match=r"SGD.*deleted.*optimizer = LocalSteps\("):
+            inner.step()
+    assert torch.equal(weights, before)
+    optimizer = LocalSteps(inner, [("weights", weights)], collective=None)
+    optimizer.step()
+    assert not torch.equal(weights, before)
 
 
 def test_what_is_no_pair_and_what_cannot_be_copied() -> None:

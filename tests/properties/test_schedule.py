@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle.backends import NUMPY, Backend, each_backend
@@ -133,6 +134,14 @@ def test_a_level_does_not_change_within_a_step() -> None:
     world.finish()
     assert world.commit() == [True, True]
     assert world.ranks[0].ratio == 1.0
+
+
+@pytest.mark.parametrize("ratio", [1, np.float32(1.0), np.float64(0.25), np.int64(1)])
+def test_a_ratio_that_is_asked_for_is_saved_as_a_float(ratio: Any) -> None:
+    one, other = (warming((5, 0.25)).ranks[0] for _ in range(2))
+    one.set_ratio(ratio)
+    other.load_state_dict(one.state_dict())
+    assert other.ratio == float(ratio) and type(other.counter.asked) is float
 
 
 def test_a_state_dict_has_the_same_fields_with_and_without_warm_up() -> None:

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from oracle.schedules import ByGradient
 
-from horovod_topk.config import OPTIONAL, check_settings, fields_of, reject_unknown, settings_of
+from horovod_topk.config import (
+    OPTIONAL,
+    check_settings,
+    check_whole,
+    fields_of,
+    reject_unknown,
+    settings_of,
+)
 from horovod_topk.errors import ConfigError, TopKError, UnknownSettingError
 from horovod_topk.guard import Guard
+from horovod_topk.local.settings import LocalConfig, Outer
 from horovod_topk.methods import QSGD, Method, RandomK
+from horovod_topk.methods.bytegrad import ByteGrad
+from horovod_topk.methods.powersgd import PowerSGD
+from horovod_topk.methods.terngrad import TernGrad
+from horovod_topk.methods.threshold import Threshold
 from horovod_topk.methods.topk import TopK
+from horovod_topk.schedules import Accordion, ByNetwork
 
 
 def refusal(**setting: Any) -> str:
@@ -158,6 +176,62 @@ def test_a_ratio_back_needs_owners_who_select(exchange: str) -> None:
     assert "Pass ratio=0.02 alone, or exchange='sharded' or 'auto'" in message
     for other in ("sharded", "auto"):
         assert TopK(exchange=other, gather_ratio=0.1).ratio_back == 0.1
+
+
+def whole(n: int) -> list[Any]:
+    return [np.int64(n), np.uint8(n), np.array(n), torch.tensor(n)]
+
+
+def number(x: float) -> list[Any]:
+    return [np.float32(x), np.float64(x), Fraction(x)]
+
+
+# what makes settings of a value; values of other packages, and the same as Python's
+PLAIN: list[tuple[Callable[[Any], Any], list[Any], Any]] = [
+    (lambda n: TopK(min_numel=n), whole(7), 7),
+    (lambda n: TopK(warmup=n), whole(7), 7),
+    (lambda n: TopK(warmup=[(n, 0.25)]), whole(7), 7),
+    (lambda x: TopK(warmup=[(7, x)]), number(0.25), 0.25),
+    (lambda x: TopK(x), number(0.25), 0.25),
+    (lambda x: TopK(ratio=0.5, exchange="sharded", gather_ratio=x), number(0.25), 0.25),
+    (lambda x: TopK(clip_norm=x, momentum=x, ratios=(("w", x),)), number(0.25), 0.25),
+    (lambda n: RandomK(seed=n), whole(7), 7),
+    (lambda n: PowerSGD(rank=n), whole(7), 7),
+    (lambda n: QSGD(bits=n), whole(7), 7),
+    (lambda n: ByteGrad(block=n), whole(64), 64),
+    (lambda x: TernGrad(clip=x), number(2.5), 2.5),
+    (lambda x: Threshold(threshold=x), number(2.5), 2.5),
+    (lambda n: Guard(nonfinite=n, cool_down=n, trial_every=n), whole(70), 70),
+    (lambda x: Guard(trend=x, residual=x, slower=x), number(2.5), 2.5),
+    (lambda n: Accordion(window=n, profiles={0.5: {"min_numel": n}}), whole(7), 7),
+    (lambda x: Accordion(critical=x, threshold=x), number(0.25), 0.25),
+    (lambda x: ByNetwork(levels=(x,), budget=x), number(0.25), 0.25),
+    (lambda n: LocalConfig(every=n, fragments=n, delay=n - 1), whole(7), 7),
+    (lambda x: LocalConfig(decay=x, alpha=x, clip=x), number(0.25), 0.25),
+    (lambda x: Outer(lr=x, momentum=x), number(0.25), 0.25),
+]
+
+
+def test_a_whole_number_is_returned_as_an_int() -> None:
+    found = [check_whole("every", n, 1, 9, 3) for n in whole(7)]
+    assert found == [7] * len(found) and {*map(type, found)} == {int}
+
+
+@pytest.mark.parametrize(("make", "values", "same"), PLAIN)
+def test_numbers_of_other_packages(
+    make: Callable[[Any], Any], values: list[Any], same: Any
+) -> None:
+    """As Python's: ranks write settings as JSON, and checkpoints and reprs have them."""
+    expected = make(same)
+    for value in values:
+        made = make(value)
+        assert made == expected and repr(made) == repr(expected)
+        assert json.dumps(dataclasses.asdict(made)) == json.dumps(dataclasses.asdict(expected))
+
+
+def test_no_number_of_another_package_is_a_whole_number_by_chance() -> None:
+    for value in (np.float64(7.0), np.bool_(True), np.array([7]), torch.tensor(7.0), Fraction(7)):
+        assert "is not a whole number" in refusal(min_numel=value)
 
 
 def test_a_norm_to_clip_to_is_a_float() -> None:

@@ -44,7 +44,7 @@ ROOMS = {
     "errors.py": "",
     "ratios.py": ".errors",
     "schedules.py": ".errors .ratios",
-    "guard.py": ".errors .schedules",
+    "guard.py": ".errors .ratios .schedules",
     "config.py": ".errors .guard .ratios .schedules",
     "__init__.py": ".errors .methods .reporting",
     "reporting.py": ".errors",
@@ -110,7 +110,7 @@ ROOMS = {
     "updates/formulas.py": ".ops.coding",
     "updates/tensorflow.py": ".ops .updates tensorflow",
     "updates/torch.py": ".kernels .ops .updates torch",
-    "local": ".config .core .errors .methods .ops",
+    "local": ".config .core .errors .methods .ops .ratios",
     # what PyTorch's adapters have in common
     "torch_training": (
         ".config .core .errors .local .methods .ops.coding .ops.torch .reporting .updates torch"

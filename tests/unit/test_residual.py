@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from oracle.backends import Backend, each_backend
+from oracle.world import SPECS, World, gradients
 
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.state.residual import ResidualRegistry
@@ -19,6 +22,28 @@ B = TensorSpec("b", (), "float16")
 C = TensorSpec("c", (4,), "float64")
 PLAN = make_plan([A, B, C], TopK())
 FILLED = {"a": [1.0, 2, 3, 4, 5, 6], "b": [7.0], "c": [8.0, 9, 10, 11]}
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
+@each_backend
+def test_memory_is_free_once_a_runner_is_deleted(backend: Backend, exchange: str) -> None:
+    """Python's garbage collection, which may come much later, is not needed."""
+    settings: dict[str, Any] = {"exchange": exchange, "min_numel": 0, "warmup": [(1, 0.5)]}
+    settings |= {} if exchange == "hierarchical" else {"momentum": 0.9}
+    world = World(make_plan(SPECS, TopK(0.1, **settings)), 2, backend)
+    for step in range(3):
+        world.step(gradients(2, step))
+    runner = world.ranks[0]
+    held = [*map(weakref.ref, (runner, *runner.registry.all_arenas()))]
+    del runner
+    gc.collect()
+    gc.disable()
+    try:
+        assert None not in [each() for each in held]
+        world.ranks.clear()
+        assert {each() for each in held} == {None}
+    finally:
+        gc.enable()
 
 
 def filled(backend: Backend) -> ResidualRegistry[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from horovod_topk.ops.coding import FREE
 from horovod_topk.updates import formulas, tracker
 from horovod_topk.updates.formulas import AFTER, ALWAYS, Sgd, adam_of
 
@@ -140,6 +141,28 @@ def test_updates_are_those_of_the_formulas(
         for slot, expected in zip(slots, reference.moments, strict=False):
             np.testing.assert_allclose(slot.numpy(), expected, 2e-5, 1e-6)
     assert int(optimizer.iterations) == STEPS
+
+
+@pytest.mark.parametrize("by", ["kernel", "operations"])
+def test_a_weight_that_is_nan_leaves_others_the_largest_limit(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "operations":
+        monkeypatch.setattr(kernels, "find_operations", lambda: None)
+    elif kernels.find_operations() is None:
+        pytest.skip("the kernels are not compiled")
+    optimizer, variable, state = prepared("Keras 3", *CASES["Adam"])
+    reference = Reference(variable.numpy(), *CASES["Adam"])
+    for step in range(2):
+        gradient = gradient_of(step)
+        gradient[0, 0] = np.nan
+        optimizer.apply_gradients([(tf.constant(gradient), variable)])
+        reference.step(gradient)
+        np.testing.assert_allclose(variable.numpy(), reference.p, 2e-5, 2e-6)
+        moment = adapter.slots_of(optimizer, variable)[0]
+        reference.moments[0] = np.full_like(reference.p, 1e9)
+        moment.assign(reference.moments[0])
+    assert state.codes.any() and np.abs(reference.p[1]).max() > 0.5 * FREE * LR
 
 
 @pytest.mark.parametrize("by", ["kernel", "operations"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from horovod_topk.errors import ConfigError
 from horovod_topk.kernels import native
+from horovod_topk.ops import coding
 from horovod_topk.ops.coding import ALWAYS, OFTEN
 from horovod_topk.torch_training.updates import Updates
 from horovod_topk.updates import formulas
@@ -118,6 +120,26 @@ def test_kernels_have_the_bits_of_pytorchs_operations(
             )
             for mine, its in pairs:
                 torch.testing.assert_close(mine, its, **near, equal_nan=False)
+
+
+@pytest.mark.parametrize("rms", [math.nan, math.inf, -math.nan])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_a_weight_that_is_not_finite_leaves_others_the_largest_limit(
+    by: Any, kind: torch.dtype, rms: float
+) -> None:
+    """In kernels and in the formula: it was no limit there."""
+    numbers = adam_of((0.9, 0.999), 1000, 1e-3, (0.0, 0.0), 1e-8)
+    assert formulas.far(rms, numbers, formulas.NUMBERS) == coding.FREE
+    p, moment = torch.full((64,), rms, dtype=kind), torch.full((64,), 1e9, dtype=kind)
+    square, gradient = torch.full((64,), 1e-6, dtype=kind), torch.zeros(64, dtype=kind)
+    p[0], gradient[0] = 1.0, 1e-3
+    codes, damping = torch.full((64,), 255, dtype=torch.uint8), torch.ones(2, dtype=kind)
+    one = Update(p, gradient, False, codes, damping, numbers, [moment, square])
+    by([one])
+    assert one.rms is not None and not one.rms.isfinite()
+    limit = coding.FREE * numbers.most * math.sqrt(1e-6)
+    assert moment[0].item() == pytest.approx(limit, rel=1e-6)
+    assert p[0].item() == pytest.approx(1.0 - 1e-3 * coding.FREE, rel=1e-3)
 
 
 # Updates around the steps of an optimizer.

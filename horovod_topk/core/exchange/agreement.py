@@ -25,7 +25,8 @@ CURE = (
     "layers yourself where a framework numbers them"
 )
 CURES = {
-    "kernels": "Train on GPUs alone or on CPUs alone, with one version of Triton for all ranks"
+    "optimizer": "Give all ranks an optimizer of one class",
+    "kernels": "Train on GPUs alone or on CPUs alone, with one version of Triton for all ranks",
 }
 
 ONE_VERSION = "Install one version of horovod_topk for all ranks"
@@ -39,6 +40,7 @@ def agree(
     ops: Ops[Array],
     collective: Collective[Array],
     *,
+    optimizer: str | None = None,
     has_scaler: bool = False,
 ) -> int:
     """Check that all ranks have one plan; return the highest ordinal that any rank proposes.
@@ -53,6 +55,7 @@ def agree(
     Args:
         plan: this rank's plan.
         ordinal: this rank's proposal for the optimizer's ordinal; it and all above are unused here.
+        optimizer: name of the optimizer's class; None: unknown, or each rank's own.
         has_scaler: whether residuals are kept without the scale of a loss.
 
     Raises:
@@ -61,8 +64,9 @@ def agree(
     """
     devices = {bucket.device for bucket in plan.buckets} if plan.update_rule is not None else ()
     kernels: list[object] = [*sorted(set(map(ops.kernel_kind, devices)))]
-    others: dict[str, list[object]] = {"kernels": kernels, "grad_scaler": [has_scaler]}
-    return _agree(plan.fields() | others, ordinal, ops, collective)
+    first: dict[str, list[object]] = {"optimizer": [optimizer]}  # settings depend on it
+    last: dict[str, list[object]] = {"kernels": kernels, "grad_scaler": [has_scaler]}
+    return _agree(first | plan.fields() | last, ordinal, ops, collective)
 
 
 def agree_on_nothing(compression: str, ops: Ops[Array], collective: Collective[Array]) -> None:

@@ -143,7 +143,7 @@ class Attached(Generic[Kept]):
                 probe.
         """
         if every is not None:
-            check_whole("every", every, 1, 2**31, 100)
+            every = check_whole("every", every, 1, 2**31, 100)
         for state in self._states if self.active else ():
             state.probe_every(every)
 

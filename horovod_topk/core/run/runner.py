@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar, cast
 
 from horovod_topk.core.codec.codec import PayloadCodec
@@ -81,7 +82,9 @@ class StepRunner(State[Array]):
         self._dense: Exchange[Array] | None = None  # after the guard has ended compression
         self._agreed = plan
         self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
-        codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
+        # What is handed on does not refer to this runner: memory is free when it is deleted.
+        counter = self.counter
+        codec.draw_from(lambda: counter.committed, lambda: exchange.rank)
         stored = STORED[plan.config.residuals]
         self.registry = ResidualRegistry(plan, ops, exchange.holders, stored)
         self.owned = ResidualRegistry(plan, ops, exchange.owned, stored) if exchange.parts else None
@@ -240,7 +243,8 @@ class StepRunner(State[Array]):
             the guard ignores them.
         """
         seconds, now = self.timer.seconds, time.perf_counter()
-        self._numbers = {EXPOSED: seconds.exposed_seconds, STEP: now - (self._ended or now)}
+        self._numbers.clear()
+        self._numbers |= {EXPOSED: seconds.exposed_seconds, STEP: now - (self._ended or now)}
         self._ended = now
         if committed:
             self.guard.time(seconds.cost, self.counter.committed)
@@ -408,25 +412,14 @@ class StepRunner(State[Array]):
         self.step.probe = probe
 
     def _new_step(self) -> Step[Array]:
-        shared = self._ops, self._codec, self.exchange, self.name, self._number, self.timer
-        return Step(self.plan, self._storage, *shared, self._followers)
-
-    def _number(self, name: str) -> float:
-        """This rank's measure of the previous step; see `core.codec.measures`."""
-        return self._numbers.get(name, 0.0)
+        numbers, memory = self._numbers, (self.registry, self.owned, self.velocity, self.states)
+        shared = self._ops, self._codec, self.exchange, self.name
+        known = lambda name: numbers.get(name, 0.0), self.timer, self._followers
+        return Step(self.plan, partial(_storage, *memory), *shared, *known)
 
     def decay(self, name: str) -> float:
         """A tensor's learning rate divided by its largest value so far; 1 if it is not known."""
         return 1.0 if self.rates is None else self.rates.decay(name)
-
-    def _storage(self, bucket: BucketPlan) -> Storage[Array]:
-        i = bucket.ordinal
-        return Storage(
-            self.registry.shards(i),
-            () if self.owned is None else self.owned.shards(i),
-            None if self.velocity is None else self.velocity.arenas(i),
-            {name: registry.arenas(i) for name, registry in self.states.items()},
-        )
 
     def _state(self, name: str) -> ResidualRegistry[Array]:
         """Allocate memory for one state variable of the method."""
@@ -438,3 +431,20 @@ class StepRunner(State[Array]):
         state = ResidualRegistry(self.plan, self._ops, plans, in_place=spec.in_place)
         state.spec = spec
         return state
+
+
+def _storage(
+    residuals: ResidualRegistry[Array],
+    owned: ResidualRegistry[Array] | None,
+    velocity: ResidualRegistry[Array] | None,
+    states: Mapping[str, ResidualRegistry[Array]],
+    bucket: BucketPlan,
+) -> Storage[Array]:
+    """Memory of one bucket of a step."""
+    i = bucket.ordinal
+    return Storage(
+        residuals.shards(i),
+        () if owned is None else owned.shards(i),
+        None if velocity is None else velocity.arenas(i),
+        {name: registry.arenas(i) for name, registry in states.items()},
+    )

@@ -295,6 +295,7 @@ class State(Counting[Array]):
         """
         if ratio is not None:
             self.schedule.check(ratio)
+            ratio = float(ratio)  # it may be NumPy's, or the whole number 1
         self.counter.asked = ratio
 
     def probe_every(self, every: int | None) -> None:

@@ -353,6 +353,30 @@ def test_no_backward_at_all_exchanges(way: str) -> None:
     assert_ranks_equal(task.parameters())
 
 
+@pytest.mark.parametrize("replaces", [True, False])
+def test_attaching_between_backward_and_step(replaces: bool) -> None:
+    task = Setup().task()
+    model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
+    if replaces:
+        TopKEF(**SPARSE).attach(model, before := training.sgd(task.parameters()))
+        take(model, before, 0)
+        before.zero_grad()
+    model(hvd.rank(), 0).backward()
+    TopKEF(**SPARSE).attach(model, optimizer)
+    before = bits(task.parameters())
+    for _ in range(2):
+        nn.utils.clip_grad_norm_(task.parameters(), 0.05)
+        with pytest.raises(StepBeforeSynchronizeError, match=r"attach\(\) was called between back"):
+            optimizer.step()
+    assert torch.equal(bits(task.parameters()), before)
+    with model.no_sync():
+        model(hvd.rank(), 0).backward()
+    with pytest.raises(StepBeforeSynchronizeError, match="has exchanged any"):
+        optimizer.step()
+    take(model, optimizer, 1)
+    assert_ranks_equal(task.parameters())
+
+
 def test_joining_is_refused() -> None:
     _, optimizer = Setup().start(TopKEF(**SPARSE))
     with pytest.raises(UnsupportedOperationError, match=r"join\(\) was called"):
@@ -625,6 +649,31 @@ def test_what_fails_leaves_nothing_behind(fail: Callable[[Any, Any], None]) -> N
         return training.snapshot(task)
 
     assert_same(train(tried=True), train(tried=False))
+
+
+@pytest.mark.parametrize("make", [training.sgd, training.adamw])
+def test_memory_is_free_once_a_model_is_deleted(make: Callable[[Any], Any]) -> None:
+    """Python's garbage collection, which may come much later, is not needed."""
+
+    def trained() -> list[Any]:
+        task = Setup().task()
+        model, optimizer = DistributedDataParallel(task), make(task.parameters())
+        adapter.TopKEF(min_numel=0).attach(model, optimizer)
+        for step in range(2):
+            take(model, optimizer, step)
+        runner = adapter.TopKEF.of(model)._compressor
+        return [model, optimizer, weakref.ref(runner), weakref.ref(*runner.registry.all_arenas())]
+
+    trained()  # what is imported in the first steps keeps some frames
+    gc.collect()
+    gc.disable()
+    try:
+        *owners, runner, arenas = trained()
+        assert None not in (runner(), arenas())
+        owners.clear()
+        assert (runner(), arenas()) == (None, None)
+    finally:
+        gc.enable()
 
 
 class Turned(Task):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -475,11 +477,31 @@ def test_models_and_meshes_that_are_refused(plain: tuple[Net, Any], mesh: Device
         TopKEF().attach(net, optimizer, between=between)
 
 
+def test_memory_is_free_once_a_model_is_deleted(mesh: DeviceMesh) -> None:
+    """Models that FSDP2 has sharded are reference cycles of its own."""
+    net, optimizer = attached(mesh, OPTIMIZERS["AdamW"], SPARSE)
+    ordinary(net, optimizer, 0)
+    held = [*map(weakref.ref, (net, TopKEF.of(net)._compressor))]
+    del net, optimizer
+    gc.collect()
+    assert [each() for each in held] == [None, None]
+
+
 def test_nodes_with_different_settings(plain: tuple[Net, Any], mesh: DeviceMesh) -> None:
     net, optimizer = plain
     ratio = 0.1 if mesh["replicate"].get_local_rank() else 0.2
     with pytest.raises(PlanMismatchError, match="settings"):
         TopKEF(ratio=ratio).attach(net, optimizer, between=mesh["replicate"])
+
+
+def test_attaching_between_backward_and_step(plain: tuple[Net, Any], mesh: DeviceMesh) -> None:
+    net, optimizer = plain
+    loss(net, 0).backward()
+    TopKEF(**SPARSE).attach(net, optimizer, between=mesh["replicate"])
+    with pytest.raises(StepBeforeSynchronizeError, match=r"attach\(\) was called between backward"):
+        optimizer.step()
+    ordinary(net, optimizer, 1)
+    assert_nodes_equal(net, mesh)
 
 
 def test_steps_that_are_refused(mesh: DeviceMesh) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -55,6 +57,28 @@ def test_ranks_end_with_equal_weights(setting: str) -> None:
     assert adapter.TopKEF.of(optimizer).stats().rolled_back == 0
     pairs = zip(task.parameters(), started().parameters(), strict=True)
     assert not all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_memory_is_free_once_local_steps_are_deleted() -> None:
+    """Python's garbage collection, which may come much later, is not needed."""
+
+    def trained() -> tuple[Any, Any]:
+        task = started()
+        optimizer = local_steps(task, every=2)
+        for step in range(4):
+            take(task, optimizer, step)
+        return optimizer, weakref.ref(adapter.TopKEF.of(optimizer)._state)
+
+    trained()  # what is imported in the first steps keeps some frames
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer, runner = trained()
+        assert runner() is not None
+        del optimizer
+        assert runner() is None
+    finally:
+        gc.enable()
 
 
 def test_two_optimizers_of_one_model() -> None:

@@ -115,3 +115,14 @@ def test_local_steps_are_the_outer_optimizer_alone() -> None:
         local.step()
     assert v.numpy().tolist() == [4.0, 4.0]
     assert local.rounds == TopKEF.of(local).stats().steps == 2
+
+
+def test_local_steps_without_a_name_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    v = tf.Variable([8.0, 4.0])
+    LocalSteps(None, [v])
+    assert "LocalSteps was deleted before its first step" in caplog.text
+    caplog.clear()
+    local = LocalSteps(None, [v])
+    local.step()
+    del local
+    assert not caplog.text

@@ -16,7 +16,7 @@ from kerasses import LIBRARIES, distributed
 from proof import Array, assert_ranks_equal, assert_same_history
 from tapes import FEW, Perceptron, batch, batch_size
 
-from horovod_topk.errors import ConfigError, NotAttachedError
+from horovod_topk.errors import ConfigError, NotAttachedError, PlanMismatchError
 from horovod_topk.tensorflow import TopKEF
 
 STEPS = 6  # two sizes of batches: a graph is traced twice, and the first trace runs again
@@ -274,6 +274,19 @@ def test_a_tape_without_an_optimizer_says_once_what_is_lost(
         history(quiet, [by_tape(quiet, settings(momentum=0), optimizer)], graph=False)
     assert caplog.text.count("does not adapt") == 1
     assert_ranks_equal([each.numpy() for each in model.variables])
+
+
+@pytest.mark.parametrize("taped", [True, False], ids=["adapted", "distributed"])
+def test_a_rank_with_another_optimizer_is_named(taped: bool) -> None:
+    """Nothing that is sent depends on the optimizer here, and weights would go apart."""
+    model, optimizer = Perceptron(), made("Keras 3", "Adam" if hvd.rank() == 1 else "plain")
+    compression = settings(momentum=0)
+    if taped:
+        step = by_tape(model, compression.adapt(optimizer), optimizer)
+    else:
+        step = by_optimizer(model, distributed(keras, optimizer, compression))
+    with pytest.raises(PlanMismatchError, match=r'ranks disagree on optimizer: .*"Adam" on rank'):
+        step(*batch(0, 8))
 
 
 def test_a_variable_without_an_optimizer_is_an_error() -> None:
