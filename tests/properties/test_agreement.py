@@ -170,6 +170,24 @@ def test_ranks_need_optimizers_of_one_class() -> None:
     assert messages[0].startswith(told)
 
 
+def test_an_optimizer_that_is_not_known_is_not_compared() -> None:
+    """A tape, which does not know it, meets a rank of PyTorch."""
+    kinds = "SGD", None, "SGD"
+    answers = on_every_rank(
+        Loopback(3, NUMPY.ops),
+        lambda here: agree(AGREED, here.rank, NUMPY.ops, here, optimizer=kinds[here.rank]),
+    )
+    assert [answer.result() for answer in answers] == [2, 2, 2]
+
+    odd = "SGD", None, "AdamW"
+    answers = on_every_rank(
+        Loopback(3, NUMPY.ops),
+        lambda here: agree(AGREED, 0, NUMPY.ops, here, optimizer=odd[here.rank]),
+    )
+    for answer in answers:
+        assert str(answer.exception()).startswith('ranks disagree on optimizer: "')
+
+
 def test_ranks_need_a_grad_scaler_all_or_none() -> None:
     """Residuals with a scale, and others without it, would add up to other weights."""
     answers = on_every_rank(

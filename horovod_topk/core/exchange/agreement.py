@@ -31,7 +31,9 @@ CURES = {
 
 ONE_VERSION = "Install one version of horovod_topk for all ranks"
 
-_RECORD = struct.Struct("<8sII")  # digest of all fields, bytes of their text, and an ordinal
+# Digests of all fields and of the optimizer's class, bytes of their text, and an ordinal.
+_RECORD = struct.Struct("<8s8sII")
+UNKNOWN = bytes(8)  # digest of no class
 
 
 def agree(
@@ -55,7 +57,7 @@ def agree(
     Args:
         plan: this rank's plan.
         ordinal: this rank's proposal for the optimizer's ordinal; it and all above are unused here.
-        optimizer: name of the optimizer's class; None: unknown, or each rank's own.
+        optimizer: name of the optimizer's class; None: unknown, as with tapes, or each rank's own.
         has_scaler: whether residuals are kept without the scale of a loss.
 
     Raises:
@@ -64,9 +66,8 @@ def agree(
     """
     devices = {bucket.device for bucket in plan.buckets} if plan.update_rule is not None else ()
     kernels: list[object] = [*sorted(set(map(ops.kernel_kind, devices)))]
-    first: dict[str, list[object]] = {"optimizer": [optimizer]}  # settings depend on it
-    last: dict[str, list[object]] = {"kernels": kernels, "grad_scaler": [has_scaler]}
-    return _agree(first | plan.fields() | last, ordinal, ops, collective)
+    others: dict[str, list[object]] = {"kernels": kernels, "grad_scaler": [has_scaler]}
+    return _agree(plan.fields() | others, ordinal, ops, collective, optimizer)
 
 
 def agree_on_nothing(compression: str, ops: Ops[Array], collective: Collective[Array]) -> None:
@@ -86,15 +87,22 @@ def _agree(
     ordinal: int,
     ops: Ops[Array],
     collective: Collective[Array],
+    optimizer: str | None = None,
 ) -> int:
-    text = json.dumps(fields).encode()
-    record = _RECORD.pack(digest(fields), len(text), ordinal)
+    kind = digest(optimizer) if optimizer else UNKNOWN
+    text = json.dumps({"optimizer": [optimizer], **fields}).encode()
+    record = _RECORD.pack(digest(fields), kind, len(text), ordinal)
     gathered = gather_bytes(record, "topkef.agreement", ops, collective)
     seen = [_RECORD.unpack(data) for data in gathered]
-    if len({fingerprint for fingerprint, *_ in seen}) > 1:
-        width = max(length for _, length, _ in seen)
+    kinds = {kind for _, kind, *_ in seen} - {UNKNOWN}
+    if len({fingerprint for fingerprint, *_ in seen}) > 1 or len(kinds) > 1:
+        width = max(length for *_, length, _ in seen)
         texts = gather_bytes(text.ljust(width), "topkef.mismatch", ops, collective)
-        raise mismatch({r: json.loads(each) for r, each in enumerate(texts)}, collective.rank)
+        plans = {r: json.loads(each) for r, each in enumerate(texts)}
+        if len(kinds) > 1:  # first, as settings depend on it
+            known = {r: each for r, each in plans.items() if each["optimizer"] != [None]}
+            raise mismatch(known, collective.rank)
+        raise mismatch({r: each | {"optimizer": []} for r, each in plans.items()}, collective.rank)
     return max(int(proposed) for *_, proposed in seen)
 
 
