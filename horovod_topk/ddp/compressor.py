@@ -16,16 +16,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from horovod_topk.core.exchange.agreement import agree_on_nothing
-from horovod_topk.core.run.attached import ByHorovod
 from horovod_topk.core.run.base_compressor import on_class_too
 from horovod_topk.core.run.substitute import horovods
 from horovod_topk.ddp.refusals import check_model
 from horovod_topk.ddp.state import DDPState
-from horovod_topk.errors import ConfigError, NotAttachedError
+from horovod_topk.errors import ConfigError
 from horovod_topk.methods.topk import Presets, TopK
-from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.in_backward import BackwardCompressor, listed
 from horovod_topk.torch_training.local_steps import LocalSteps, ParametersState
 from horovod_topk.torch_training.tracing import untraced
@@ -157,9 +153,7 @@ class Compressor(BackwardCompressor):
         exchanged.
         """
         check_model(model)
-        if self.asked(self) is None and (name := horovods()):
-            if model.process_group.size() > 1:
-                agree_on_nothing(name, TorchOps(), GroupCollective(model.process_group))
+        if name := self._agrees_on_horovods(model.process_group):
             return model.process_group, TORCHS[name]
         state = DDPState(model, listed(optimizer), self, groups)
         self.attached(state)
@@ -179,9 +173,7 @@ class Compressor(BackwardCompressor):
         for _, state in reversed(getattr(model, "_comm_hooks", ())):
             if isinstance(state, DDPState):
                 return state
-        if name := horovods():
-            return ByHorovod(name, "torch")  # type: ignore[return-value]
-        raise NotAttachedError(
+        return Compressor._by_horovod(  # type: ignore[no-any-return]
             f"no compressor's hook is registered with this {type(model).__name__}",
             cure="Call TopKEF().attach(model, optimizer), and pass that model",
         )

@@ -24,12 +24,6 @@ class Hooks(BackwardHooks):
             "step() was called on gradients of this rank alone: no backward() has exchanged any",
             f"{SYNC} call the model itself, not its .module",
         ),
-        not_now=(
-            "step() was called on gradients that were not exchanged, or were applied already",
-            f"{SYNC} zero_grad() after the step",
-        ),
-        incomplete=(
-            "it has no gradient, and step() was called on others that were not exchanged",
-            UNUSED,
-        ),
+        not_now=f"{SYNC} zero_grad() after the step",
+        incomplete=UNUSED,
     )

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
+from horovod_topk.torch_training.in_backward import check_is_no_optimizer
 
 REWRAP = "wrap the module anew, DistributedDataParallel(model.module), and attach to that"
 
@@ -23,12 +23,10 @@ def check_model(model: Any) -> None:
     Raises:
         ConfigError: with the reason.
     """
+    check_is_no_optimizer(model)
     if not isinstance(model, DistributedDataParallel):
         names = {kind.__name__ for kind in type(model).__mro__}
         sharded = "FSDP gives a rank the sum of a shard, and DistributedDataParallel is not there"
-        if isinstance(model, Optimizer):
-            cure = "Pass the model first, and then the optimizer"
-            raise ConfigError(f"the model is an optimizer, {type(model).__name__}", cure=cure)
         raise ConfigError(
             sharded if _SHARDED & names else f"{type(model)} is no DistributedDataParallel",
             cure="Pass the DistributedDataParallel itself: what Accelerate's prepare() returns, or "

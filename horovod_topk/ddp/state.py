@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -36,7 +35,7 @@ from horovod_topk.ddp.hooks import Hooks
 from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_trained
 from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.gradients import Slot
-from horovod_topk.torch_training.in_backward import BackwardState, check_optimizers, hooks_on
+from horovod_topk.torch_training.in_backward import BackwardState, hooks_on
 from horovod_topk.torch_training.optimizer_settings import check_has_hooks
 from horovod_topk.torch_training.state import TrainingCompressor, live_states
 from horovod_topk.torch_training.tracing import untraced
@@ -70,8 +69,7 @@ class DDPState(BackwardState):
         groups: Groups | None = None,
     ) -> None:
         label = f"a {type(model.module).__name__} with {len(_trained_names(model))} parameters"
-        ranks = SimpleNamespace(included=lambda: True, size=model.process_group.size)
-        super().__init__(optimizers, ranks, label)
+        super().__init__(optimizers, model.process_group, label)
         self._model = weakref.ref(model)
         self._names: dict[Tensor, str] | None = None  # of the parameters trained; None: not yet
         self._taking_part: list[Hooks] = []  # of the optimizers whose gradients are exchanged
@@ -79,7 +77,7 @@ class DDPState(BackwardState):
         self._futures: list[tuple[Future[Tensor], Tensor]] = []  # DDP waits for them
         self._compress_for(model, optimizers, compressor, groups)
         if self.active:
-            self._check = model.register_forward_pre_hook(check_is_compressed)
+            self._other_handles.append(model.register_forward_pre_hook(check_is_compressed))
             model.join_hook = refuse_join  # type: ignore[method-assign]  # there is no hook for it
 
     def _compress_for(
@@ -91,10 +89,7 @@ class DDPState(BackwardState):
     ) -> None:
         """Attach optimizers, or replace the attached ones, and compress their gradients."""
         names, config, before = _trained_names(model), compressor.config, self._names
-        check_optimizers(optimizers, names)
-        if not self.active:
-            for optimizer in optimizers:
-                self._leave(optimizer, config)
+        if not self._exchanges_for(optimizers, names, config):
             return
         if before is None:
             check_trained(model, names)
@@ -102,18 +97,10 @@ class DDPState(BackwardState):
             changed = {*names.values()} ^ {*before.values()}
             check_inherits(self._compressor.config, config, changed)
         inherits = None if before is None else self
-        each = self._agree(optimizers, names, compressor, model.process_group, groups, inherits)
-        held = self._model  # hooks must not refer to this state, which refers to them
-        try:
-            for hooks, optimizer in zip(each, optimizers, strict=True):
-                hooks.model = weakref.ref(model.module)
-                hooks.is_registered = lambda: not all(s.is_copy for s in _states_of(held()))
-                own = [slot.parameter for slot in hooks.buckets.slots.values()]
-                self._watch(hooks, optimizer, ((p, _accumulation_of(p)) for p in own))
-        except BaseException:
-            for hooks in each:
-                hooks.remove()
-            raise
+        made = model.module, optimizers, names, compressor, groups, inherits
+        each, held = self._hooks_for_each(*made), self._model
+        for hooks in each:  # which must not refer to this state, as it refers to them
+            hooks.is_registered = lambda: not all(s.is_copy for s in _states_of(held()))
         if before is not None:
             self._drop_step()
             for hooks in self._each:
@@ -126,10 +113,13 @@ class DDPState(BackwardState):
     def detach(self) -> None:
         """As `TrainingState.detach`."""
         super().detach()
-        if self.active:
-            self._check.remove()
-            if (model := self._model()) is not None:
-                vars(model).pop("join_hook", None)
+        if self.active and (model := self._model()) is not None:
+            vars(model).pop("join_hook", None)
+
+    def _accumulations(self, hooks: Hooks) -> Iterator[tuple[Tensor, Any]]:
+        """As `BackwardState._accumulations`."""
+        slots = hooks.buckets.slots.values()
+        return ((slot.parameter, _accumulation_of(slot.parameter)) for slot in slots)
 
     def replace(
         self,
@@ -222,7 +212,7 @@ class DDPState(BackwardState):
         with self._failing_later(), reporting.waiting():
             for hooks in self._taking_part if self._failed is None else ():
                 hooks.receive()
-                if not any(slot.has_fired for slot in hooks.buckets.slots.values()):
+                if not hooks.buckets.has_fired():
                     self._untouched[hooks] = hooks.buckets.present()
         futures = self._futures
         if self._failed is not None:
@@ -251,10 +241,8 @@ class DDPState(BackwardState):
         for hooks in taking_part:
             if hooks in untouched and hooks.buckets.present() == untouched[hooks]:
                 hooks.take_back()
-                continue
-            for slot in hooks.buckets.slots.values():
-                slot.hand_out()
-            hooks.exchanged()
+            else:
+                hooks.hand_out()
 
     def _drop_step(self) -> None:
         """As `TrainingState._drop_step`."""

@@ -11,16 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from horovod_topk.core.exchange.agreement import agree_on_nothing
-from horovod_topk.core.run.attached import ByHorovod, Forwarded
+from horovod_topk.core.run.attached import Forwarded
 from horovod_topk.core.run.base_compressor import on_class_too
-from horovod_topk.core.run.substitute import horovods
-from horovod_topk.errors import NotAttachedError
 from horovod_topk.fsdp.refusals import check_model, group_of
 from horovod_topk.fsdp.state import FSDPState
 from horovod_topk.methods.topk import Presets, TopK
-from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.in_backward import BackwardCompressor, listed
 
 
@@ -74,9 +69,8 @@ class Compressor(BackwardCompressor):
         """
         check_model(model)
         group = group_of(between, model)
-        if self.asked(self) is None and (name := horovods()):
+        if name := self._agrees_on_horovods(group):
             if group.size() > 1:
-                agree_on_nothing(name, TorchOps(), GroupCollective(group))
                 _average(model, group, name)
             return
         optimizers = listed(optimizer)
@@ -96,9 +90,7 @@ class Compressor(BackwardCompressor):
         """
         if isinstance(found := getattr(model, "_topkef", None), FSDPState):
             return found
-        if name := horovods():
-            return ByHorovod(name, "torch")  # type: ignore[return-value]
-        raise NotAttachedError(
+        return Compressor._by_horovod(  # type: ignore[no-any-return]
             f"no compressor is attached to this {type(model).__name__}",
             cure="Call TopKEF().attach(model, optimizer, between=mesh['replicate']), and pass the "
             "same model",

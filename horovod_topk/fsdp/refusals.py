@@ -10,10 +10,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
 from horovod_topk.config import Settings
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.torch_training.in_backward import check_is_no_optimizer
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 
 COMPILED_AUTOGRAD = "torch._dynamo.config.compiled_autograd"
@@ -26,9 +26,7 @@ def check_model(model: Any) -> None:
     Raises:
         ConfigError: with the reason.
     """
-    if isinstance(model, Optimizer):
-        cure = "Pass the model first, and then the optimizer"
-        raise ConfigError(f"the model is an optimizer, {type(model).__name__}", cure=cure)
+    check_is_no_optimizer(model)
     if not isinstance(model, FSDPModule):
         raise ConfigError(
             f"fully_shard was not called with this {type(model).__name__}",

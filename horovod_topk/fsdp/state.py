@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,16 +18,10 @@ from torch import distributed as dist
 from torch.autograd import Variable
 
 from horovod_topk import reporting
-from horovod_topk.errors import RepeatedSynchronizeError
 from horovod_topk.fsdp.refusals import COMPILED_AUTOGRAD, check_backward, check_settings
 from horovod_topk.torch_training.collective import GroupCollective
-from horovod_topk.torch_training.gradients import Slot, local, part_of
-from horovod_topk.torch_training.in_backward import (
-    BackwardHooks,
-    BackwardState,
-    Refusals,
-    check_optimizers,
-)
+from horovod_topk.torch_training.gradients import local, part_of
+from horovod_topk.torch_training.in_backward import BackwardHooks, BackwardState, Refusals
 from horovod_topk.torch_training.state import TrainingCompressor
 from horovod_topk.torch_training.tracing import untraced
 
@@ -51,14 +44,8 @@ class Hooks(BackwardHooks):
             f"{SYNC}, and leave {COMPILED_AUTOGRAD} at False",
         ),
         local=("step() was called on gradients of this node alone", SYNC),
-        not_now=(
-            "step() was called on gradients that were not exchanged, or were applied already",
-            SYNC,
-        ),
-        incomplete=(
-            "it has no gradient, and step() was called on others that were not exchanged",
-            SYNC,
-        ),
+        not_now=SYNC,
+        incomplete=SYNC,
     )
 
 
@@ -87,7 +74,7 @@ class FSDPState(BackwardState):
     ) -> None:
         names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         label = f"a {type(model).__name__} with {len(names)} sharded parameters"
-        super().__init__(optimizers, SimpleNamespace(included=lambda: True, size=group.size), label)
+        super().__init__(optimizers, group, label)
         self._root: Any = weakref.ref(model)
         self.part = part_of(next(iter(names)))
         self._units: dict[int, Any] = {}  # FSDP's group of each parameter, by id
@@ -96,20 +83,13 @@ class FSDPState(BackwardState):
         # those of a unit that is used more than once may be called for parts of a gradient, and a
         # scaled gradient is unscaled once.
         self._holds = len(optimizers) > 1 or compressor.grad_scaler is not None
-        check_optimizers(optimizers, names)
         check_settings(optimizers, compressor.config)
-        if not self.active:
-            for optimizer in optimizers:
-                self._leave(optimizer, compressor.config)
+        if not self._exchanges_for(optimizers, names, compressor.config):
             return
         self._collective = GroupCollective(group)
-        each = self._agree(optimizers, names, compressor, group, groups, before)
+        each = self._hooks_for_each(model, optimizers, names, compressor, groups, before)
         if before is not None:
             before.detach()
-        for hooks, optimizer in zip(each, optimizers, strict=True):
-            hooks.is_registered = lambda: True
-            hooks.model = self._root
-            self._watch(hooks, optimizer, ())
         self._use(*each)
         held = weakref.WeakMethod(self._ready)  # Python frees no cycle through a parameter's hook
 
@@ -118,13 +98,8 @@ class FSDPState(BackwardState):
                 ready(p)
 
         handles = [p.register_post_accumulate_grad_hook(note) for p in names]
-        self._handles = [*handles, model.register_forward_pre_hook(self._before_forward)]
-
-    def detach(self) -> None:
-        """As `TrainingState.detach`."""
-        super().detach()
-        for handle in getattr(self, "_handles", ()):
-            handle.remove()
+        handles.append(model.register_forward_pre_hook(self._before_forward))
+        self._other_handles += handles
 
     @untraced
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
@@ -151,7 +126,7 @@ class FSDPState(BackwardState):
             Variable._execution_engine.queue_callback(self._finish)
         with self._failing_later():
             hooks.check_is_alive()
-            _check_not_exchanged(slot)
+            slot.check_not_exchanged(ACCUMULATE)
             self._holds = self._holds or slot.ready is not None
             slot.has_fired = True
             slot.exchanged = None
@@ -202,16 +177,14 @@ class FSDPState(BackwardState):
                 slot.exchanged = seen
             raise failed
         for hooks in fired:
-            for slot in hooks.buckets.slots.values():
-                slot.hand_out(zeros=True)  # nodes and shards have to agree on what is None
-            hooks.exchanged()
+            hooks.hand_out(zeros=True)  # nodes and shards have to agree on what is None
 
     def _agreed_on(self) -> list[BackwardHooks]:
         """The optimizers that have a gradient on any node."""
         every = list(self._next)
         if len(every) == 1:
             return every
-        own = torch.tensor([self._has_fired(hooks) for hooks in every], dtype=torch.uint8)
+        own = torch.tensor([hooks.buckets.has_fired() for hooks in every], dtype=torch.uint8)
         gathered = self._collective.allgather(own, f"{every[0].compressor.name}.fired").wait()
         has = gathered.view(-1, len(every)).any(0).tolist()
         return [hooks for hooks, fired in zip(every, has, strict=True) if fired]
@@ -226,7 +199,7 @@ class FSDPState(BackwardState):
             self._next[hooks] = 0
         for slot in hooks.buckets.slots.values():
             if slot.ready is None:
-                _check_not_exchanged(slot)
+                slot.check_not_exchanged(ACCUMULATE)
                 shape, dtype, device = slot.kind
                 gradient = slot.parameter.grad
                 slot.has_fired = gradient is not None
@@ -235,24 +208,10 @@ class FSDPState(BackwardState):
                 hooks.buckets.add(slot, gradient, local(gradient))
         self._launch(hooks)
 
-    @staticmethod
-    def _has_fired(hooks: BackwardHooks) -> bool:
-        return any(slot.has_fired for slot in hooks.buckets.slots.values())
-
     def _drop_step(self) -> None:
         """As `TrainingState._drop_step`."""
         super()._drop_step()
         self._next, self._failed = {}, None
-
-
-def _check_not_exchanged(slot: Slot) -> None:
-    seen = slot.exchanged
-    if seen is not None and slot.parameter.grad is seen.owner:
-        raise RepeatedSynchronizeError(
-            "its gradient was exchanged already and not stepped on or cleared since",
-            tensor=slot.spec.name,
-            cure=ACCUMULATE,
-        )
 
 
 def _units_of(state: Any) -> list[Any]:

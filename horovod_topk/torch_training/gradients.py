@@ -29,6 +29,12 @@ COMPARED = 256  # elements of a gradient that are compared before and after its 
 FEW = 4096  # elements that are searched first for one that is not 0
 REPLACED = 1 << 32  # as a number of writes: the gradient is another tensor
 
+ACCUMULATE = (
+    "Call zero_grad() before the next backward(). With Horovod, step inside "
+    "optimizer.skip_synchronize() after optimizer.synchronize(), and accumulate with "
+    "backward_passes_per_step; with DistributedDataParallel, inside no_sync()"
+)
+
 
 def plan_of(
     optimizer: Any,
@@ -175,8 +181,10 @@ class Slot:
             return REPLACED
         return gradient._version - exchanged.version
 
-    def check_not_exchanged(self) -> None:
+    def check_not_exchanged(self, cure: str = ACCUMULATE) -> None:
         """Refuse to send an exchanged gradient again: its residual would count it twice.
+
+        cure: how the adapter accumulates gradients.
 
         Raises:
             RepeatedSynchronizeError: the gradient is the exchanged one, and not zero.
@@ -185,9 +193,7 @@ class Slot:
             raise RepeatedSynchronizeError(
                 "its gradient was exchanged already and not stepped on or cleared since",
                 tensor=self.spec.name,
-                cure="Call zero_grad() before the next backward(). With Horovod, step inside "
-                "optimizer.skip_synchronize() after optimizer.synchronize(), and accumulate with "
-                "backward_passes_per_step; with DistributedDataParallel, inside no_sync()",
+                cure=cure,
             )
 
     def waits(self) -> bool:
@@ -306,6 +312,10 @@ class Buckets:
     def waits(self) -> bool:
         """Whether exchanged gradients, which are not 0, wait for the optimizer's step."""
         return any(slot.waits() for slot in self.slots.values() if slot.exchanged is not None)
+
+    def has_fired(self) -> bool:
+        """Whether backward has added to any gradient since the last exchange."""
+        return any(slot.has_fired for slot in self.slots.values())
 
     def check_none_waits(self) -> None:
         """Refuse to exchange gradients beside others that wait for the same optimizer's step.

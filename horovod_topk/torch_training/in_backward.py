@@ -10,18 +10,25 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from horovod_topk.core.exchange.agreement import agree_on_nothing
 from horovod_topk.core.exchange.selection import check_owners
+from horovod_topk.core.run.attached import ByHorovod
+from horovod_topk.core.run.substitute import horovods
 from horovod_topk.errors import ConfigError, NotAttachedError, StepBeforeSynchronizeError
+from horovod_topk.methods.protocol import Method
+from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training import steps
 from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.gradients import Slot, any_applied
@@ -32,6 +39,7 @@ ATTACH = (
     "Attach the compressor again with the optimizer that steps from now on, before backward(); "
     "residuals stay"
 )
+NOT_EXCHANGED = "step() was called on gradients that were not exchanged, or were applied already"
 
 
 class BackwardCompressor(TrainingCompressor):
@@ -49,13 +57,48 @@ class BackwardCompressor(TrainingCompressor):
             cure="For hvd.DistributedOptimizer write from horovod_topk.torch import TopKEF",
         )
 
+    def _agrees_on_horovods(self, group: dist.ProcessGroup) -> str | None:
+        """Return the name of Horovod's own compression, if it is asked for in this one's place.
+
+        All ranks of the group check that they are asked for it (`core.run.substitute`).
+
+        Raises:
+            PlanMismatchError: another rank compresses gradients.
+        """
+        if self.asked(self) is not None or (name := horovods()) is None:
+            return None
+        if group.size() > 1:
+            agree_on_nothing(name, TorchOps(), GroupCollective(group))
+        return name
+
+    @staticmethod
+    def _by_horovod(problem: str, cure: str) -> Any:
+        """Return the inactive state of a model whose gradients Horovod's own compression exchanges.
+
+        Raises:
+            NotAttachedError: with this problem and cure; no environment variable asks for it.
+        """
+        if name := horovods():
+            return ByHorovod(name, "torch")
+        raise NotAttachedError(problem, cure=cure)
+
 
 class BackwardState(TrainingState):
-    """A state whose errors in backward are raised at its end, as other ranks are in it, too."""
+    """A state whose errors in backward are raised at its end, as other ranks are in it, too.
+
+    Args:
+        optimizers: the optimizers of the model's parameters.
+        group: the ranks that exchange gradients.
+        label: name of the model in messages.
+    """
 
     _each: Sequence[Any] = ()
     _slots: Mapping[int, tuple[Any, Slot]] = {}  # by the parameter's id
     _failed: BaseException | None = None  # the first error of this backward
+
+    def __init__(self, optimizers: Sequence[Any], group: dist.ProcessGroup, label: str) -> None:
+        super().__init__(optimizers, SimpleNamespace(included=lambda: True, size=group.size), label)
+        self._group = group
 
     def check_is_new(self, optimizers: Sequence[Any], otherwise: str = "") -> None:
         """Refuse to attach once more to optimizers that this state has.
@@ -70,26 +113,60 @@ class BackwardState(TrainingState):
                 "attached as one list, attach(model, [muon, adamw])",
             )
 
-    def _agree(
+    def _exchanges_for(
+        self, optimizers: Sequence[Any], names: Mapping[Tensor, str], config: Method
+    ) -> bool:
+        """Whether gradients of these optimizers are exchanged; if not, `_leave` is called for each.
+
+        Raises:
+            ConfigError: as `check_optimizers`.
+        """
+        check_optimizers(optimizers, names)
+        for optimizer in optimizers if not self.active else ():
+            self._leave(optimizer, config)
+        return self.active
+
+    def _hooks_for_each(
         self,
+        module: nn.Module,
         optimizers: Sequence[Any],
         names: Mapping[Tensor, str],
         compressor: TrainingCompressor,
-        group: dist.ProcessGroup,
         groups: Sequence[Sequence[Tensor]] | None,
         before: BackwardState | None,
     ) -> list[Any]:
-        """Agree on the plans of all optimizers, and inherit the residuals of a state before."""
+        """Agree on the plans of all optimizers, inherit residuals, and register hooks on steps.
+
+        Args:
+            module: the module whose parameters these are.
+            optimizers: the optimizers of its parameters.
+            names: name of each parameter that it trains.
+            compressor: the compressor with the settings.
+            groups: lists of parameters that are sent together.
+            before: the state whose residuals are inherited; its hooks stay.
+        """
         check_groups(groups)
         each: list[Any] = []
         for optimizer in optimizers:
-            made = optimizer, names, compressor, GroupCollective(group), "average"
+            made = optimizer, names, compressor, GroupCollective(self._group), "average"
             each.append(self._hooks_for(*made, groups or (), each))
         runners = [hooks.compressor for hooks in each]
         check_owners([runner.exchange for runner in runners])
         if before is not None and before.active:
             inherit(before._states, runners)
+        try:
+            for hooks, optimizer in zip(each, optimizers, strict=True):
+                hooks.model = weakref.ref(module)
+                self._watch(hooks, optimizer, self._accumulations(hooks))
+        except BaseException:
+            for hooks in each:
+                hooks.remove()
+            raise
         return each
+
+    def _accumulations(self, hooks: Any) -> Iterable[tuple[Tensor, Any]]:
+        """The accumulations that an optimizer's hooks check; see `steps.Hooks.watch`."""
+        return ()
 
     def _use(self, *each: Any) -> None:
         """As `TrainingState._use`."""
@@ -116,6 +193,17 @@ def listed(optimizer: Any) -> Sequence[Any]:
     return optimizer if isinstance(optimizer, list | tuple) else [optimizer]
 
 
+def check_is_no_optimizer(model: Any) -> None:
+    """Refuse an optimizer in the place of the model.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if isinstance(model, Optimizer):
+        cure = "Pass the model first, and then the optimizer"
+        raise ConfigError(f"the model is an optimizer, {type(model).__name__}", cure=cure)
+
+
 def check_groups(groups: Any) -> None:
     """Refuse what would be read as groups without any parameter, such as a list of parameters.
 
@@ -133,12 +221,12 @@ def check_groups(groups: Any) -> None:
 
 @dataclass(frozen=True)
 class Refusals:
-    """What an adapter says of a step on gradients that were not exchanged: problem and cure."""
+    """What an adapter says of a step on gradients that were not exchanged."""
 
-    never: tuple[str, str]  # its hook was never called
-    local: tuple[str, str]  # only backwards without exchange have run
-    not_now: tuple[str, str]  # gradients were applied already, or are of such a backward
-    incomplete: tuple[str, str]  # some gradients came, and others did not
+    never: tuple[str, str]  # problem and cure where its hook was never called
+    local: tuple[str, str]  # the same where only backwards without exchange have run
+    not_now: str  # the cure where gradients were applied already, or are of such a backward
+    incomplete: str  # the cure where some gradients came, and others did not
 
 
 class BackwardHooks(steps.Hooks):
@@ -150,8 +238,8 @@ class BackwardHooks(steps.Hooks):
     """
 
     refusals: ClassVar[Refusals]
-    is_registered: Callable[[], bool]  # set by the adapter
-    model: Callable[[], Any]  # set by the adapter
+    is_registered: Callable[[], bool] = staticmethod(lambda: True)
+    model: Callable[[], Any]  # set by the state
     _applied = -1  # number of exchanges when the present step began to apply them; -1: no step
     _earlier: Mapping[Slot, weakref.ref[Tensor]] = {}  # gradients from before `watch`
 
@@ -194,13 +282,17 @@ class BackwardHooks(steps.Hooks):
                 )
             missing = [slot.spec.name for slot in slots if not slot.has_fired]
             if 0 < len(missing) < len(slots):
-                problem, cure = self.refusals.incomplete
-                raise StepBeforeSynchronizeError(problem, cure=cure, tensor=missing[0])
+                raise StepBeforeSynchronizeError(
+                    "it has no gradient, and step() was called on others that were not exchanged",
+                    tensor=missing[0],
+                    cure=self.refusals.incomplete,
+                )
             for slot in slots:
                 if slot.gradient is not None:
                     slot.check_matches(slot.gradient)
             never = self.refusals.local if self.is_registered() else self.refusals.never
-            problem, cure = self.refusals.not_now if self.buckets.exchanges else never
+            not_now = NOT_EXCHANGED, self.refusals.not_now
+            problem, cure = not_now if self.buckets.exchanges else never
             raise StepBeforeSynchronizeError(problem, cure=cure)
         self._applied = self.buckets.exchanges
 
@@ -230,6 +322,12 @@ class BackwardHooks(steps.Hooks):
         self.compressor.step.finish(ready, gain)
         for ordinal in ordinals:
             self.buckets.note_exchanged(ordinal)
+
+    def hand_out(self, *, zeros: bool = False) -> None:
+        """Note that all gradients are exchanged, once they are in `p.grad`; see `Slot.hand_out`."""
+        for slot in self.buckets.slots.values():
+            slot.hand_out(zeros=zeros)
+        self.exchanged()
 
     def check_is_alive(self) -> None:
         """Refuse to compress gradients for an optimizer that was deleted.

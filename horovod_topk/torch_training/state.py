@@ -102,7 +102,7 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         for optimizer in optimizers:
             settings.check_has_hooks(optimizer)
         super().__init__(ranks, "average", label)
-        self._handles_alone: list[Any] = []  # of the hooks on optimizers that exchange nothing
+        self._other_handles: list[Any] = []  # of hooks that are not in `_each`
 
     @property
     def _states(self) -> Sequence[StepRunner[Tensor]]:
@@ -184,10 +184,8 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
 
     def detach(self) -> None:
         """Remove all hooks from optimizer and gradients, as the adapter could not begin."""
-        if not self.active:
-            for handle in self._handles_alone:
-                handle.remove()
-            return
+        for handle in self._other_handles:
+            handle.remove()
         for hooks in self._each:
             hooks.remove()
         _LIVE.discard(self)
@@ -203,9 +201,9 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         gradients: passed to `clip_alone`.
         """
         momentum, nesterov = config.momentum, config.nesterov
-        self._handles_alone.append(settings.hand_over(optimizer, momentum, nesterov=nesterov))
+        self._other_handles.append(settings.hand_over(optimizer, momentum, nesterov=nesterov))
         if config.clip_norm is not None:
-            self._handles_alone.append(clip_alone(optimizer, config.clip_norm, gradients))
+            self._other_handles.append(clip_alone(optimizer, config.clip_norm, gradients))
 
     # Methods for users.
 
