@@ -49,7 +49,7 @@ setup: ## create .venv with both frameworks and Horovod (minutes, then a moment)
 demo: setup ## train a CNN on two ranks, dense and with TopKEF; a table, a picture
 	$(RUN) scripts/demo.py $(ARGS)
 
-demo-ddp: ## the same with torch DDP, without Horovod (a minute; two the first time)
+demo-ddp: ## the same with torch DDP, without Horovod (a minute)
 	@"$(PYTHON)" scripts/setup_env.py --ddp
 	"$(CURDIR)/build/ddp/bin/python" scripts/demo.py --ddp
 

@@ -47,7 +47,7 @@ DURATION = "Setting up: 5 minutes on two idle cores, 2 if Horovod is kept from b
 
 # What `make demo-ddp` needs beside PyTorch.
 DDP_PACKAGES = ("matplotlib", "numpy", "psutil", "scikit-learn", "tqdm")
-DDP_DURATION = "Setting up PyTorch and horovod_topk: one to two minutes on two idle cores"
+DDP_DURATION = "Setting up PyTorch and horovod_topk: half a minute on two idle cores"
 
 # Measured with the CPU build of torch; the CUDA one brings 6 GB more.
 ENVIRONMENT_BYTES = int(3.9 * machine.GB)
