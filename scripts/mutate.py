@@ -253,9 +253,9 @@ MUTATIONS = (
     ),
     Mutation(
         "ddp",
-        "if bucket.index() == 0 and self._futures:",
+        "if hooks in untouched and hooks.buckets.present() == untouched[hooks]:",
         "if False:",
-        "torchrun 2: ranks/case_ddp.py",
+        "torchrun 2: ranks/case_several.py",
     ),
     Mutation(
         "tensorflow",

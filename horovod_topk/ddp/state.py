@@ -153,9 +153,6 @@ class DDPState(BackwardState):
         if not self.active:
             future.set_result(buffer)
             return future
-        if bucket.index() == 0 and self._futures:  # of a backward that did not end
-            self._drop_step()
-            self._failed = None
         if not self._futures:
             if not self._has_exchanged():
                 self._take_over()
