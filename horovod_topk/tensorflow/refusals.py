@@ -5,14 +5,13 @@ check_bears_zeros      an optimizer that makes NaNs of gradients that are mostly
 check_none_left_out    sparse gradients that would get no momentum or no clipping
 refuse_local           variables of tf-keras that would get none
 refuse_unexchanged     an `apply_gradients` of tf-keras on gradients that are not exchanged
-refuse_one_thread      a step that would wait for itself
+refuse_allocation      sizes of payloads that change, in a graph
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -247,18 +246,16 @@ def _being_traced() -> Iterator[Any]:
         graph = getattr(graph, "outer_graph", None)
 
 
-def refuse_one_thread() -> None:
-    """Refuse a step in one of TensorFlow's threads that waits for operations in another one.
+def refuse_allocation(*, allocates: bool) -> None:
+    """Refuse an allocation of bytes to tensors in a graph, which has fixed sizes of payloads.
 
     Raises:
-        ConfigError: there is no other one.
+        ConfigError: there would be one.
     """
-    asked = tf.config.threading.get_inter_op_parallelism_threads()
-    threads = asked or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0))
-    if (threads or len(os.sched_getaffinity(0))) == 1:
+    if allocates:
         raise ConfigError(
-            "allocation='adaptive' was given in a tf.function, whose step needs two of "
-            "TensorFlow's threads between operations, and there is 1",
-            cure="Call tf.config.threading.set_inter_op_parallelism_threads(2) before TensorFlow's "
-            "first operation, leave allocation= out, or train eagerly",
+            "allocation='adaptive' was given in a tf.function, whose graph fixes the sizes of "
+            "payloads, and these change",
+            cure="Train eagerly, as with compile(run_eagerly=True), or leave allocation= out and "
+            "pass ratios by hand, as in ratio={'head*': 0.05, '*': 0.01}",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import logging
@@ -21,7 +20,7 @@ from horovod_topk.core.run.attached import Attached
 from horovod_topk.core.run.timing import Seconds
 from horovod_topk.core.state.residual import Squares
 from horovod_topk.core.state.state_dict import VARIABLES, renamed
-from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
+from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.methods.protocol import Allocation, Method
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.tensorflow.collective import HorovodCollective, seconds_of
@@ -36,9 +35,9 @@ from horovod_topk.tensorflow.planning import (
     spec_of,
     unwrap,
 )
-from horovod_topk.tensorflow.refusals import refuse_one_thread
+from horovod_topk.tensorflow.refusals import refuse_allocation
 from horovod_topk.tensorflow.state_variables import VariableState
-from horovod_topk.tensorflow.variables import Stores, apart
+from horovod_topk.tensorflow.variables import Stores
 from horovod_topk.updates.tensorflow import UpdateInputs
 from horovod_topk.updates.tracker import Moments
 
@@ -163,9 +162,8 @@ class OptimizerState(Attached[VariableState]):
 
     def _run(self, cached: CachedPlan, *given: Any) -> list[Any]:
         state = self._state
-        if not tf.executing_eagerly() and state.allocates:
-            return self._from_graph(cached, *given)
         if not tf.executing_eagerly():
+            refuse_allocation(allocates=state.allocates)
             return self._function(cached, None)(*given)
         before = state.counter.committed if state.allocates else 0
         self._raised = None
@@ -179,44 +177,6 @@ class OptimizerState(Attached[VariableState]):
             pairs = zip(cached.specs, map(Buffer, exchanged), strict=True)
             state.allocate(cached.plan, {spec.name: state.ops.square(g) for spec, g in pairs})
         return exchanged
-
-    def _from_graph(
-        self,
-        cached: CachedPlan,
-        gradients: list[Any],
-        rate: Any,
-        beta2: float,
-        squares: list[Any],
-    ) -> list[Any]:
-        """Run a step eagerly from a graph, as allocations change sizes that graphs have fixed.
-
-        Raises:
-            ConfigError: TensorFlow has one thread.
-        """
-        refuse_one_thread()
-        this, given = weakref.ref(self), [*gradients, rate, *squares]
-        places = [at for at, each in enumerate(given) if each is not None]
-        many, count = len(given), len(gradients)
-
-        def run(*tensors: Any) -> list[Any]:
-            state = this()
-            if state is None:
-                raise NotAttachedError(
-                    "a graph exchanges gradients, and its optimizer or tape was deleted",
-                    cure="Build the graph anew, or keep the optimizer or tape as long as it",
-                )
-            known: list[Any] = [None] * many
-            for at, tensor in zip(places, tensors, strict=True):
-                known[at] = tensor
-            return state._run(cached, known[:count], known[count], beta2, known[count + 1 :])
-
-        queue = _queue()  # one step at a time, after the update of the step before
-        with tf.control_dependencies([queue.read_value(), *self._state.updated()]):
-            dtypes = [each.dtype for each in gradients]
-            found = tf.py_function(run, [given[at] for at in places], dtypes)
-        with tf.control_dependencies(found):
-            queue.assign(0)
-        return [_shaped(each, spec.shape) for each, spec in zip(found, cached.specs, strict=True)]
 
     def _function(self, cached: CachedPlan, ratio: float | None) -> Callable[..., list[Any]]:
         """Return the function that runs a step at a ratio level; all traces of the step call it.
@@ -350,17 +310,6 @@ class OptimizerState(Attached[VariableState]):
         for name, gradient in zip(self._names, gradients, strict=True):
             if isinstance(gradient, tf.IndexedSlices) and name not in self._skipped:
                 self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
-
-
-@functools.cache
-def _queue() -> Any:
-    """A variable that graphs read before a step of `_from_graph`, and write after it."""
-    return apart(_zero)
-
-
-def _zero() -> Any:
-    with tf.device("cpu"):
-        return tf.Variable(0, False)
 
 
 def _step(

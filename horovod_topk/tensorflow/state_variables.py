@@ -311,13 +311,6 @@ class VariableState(Tensors, State[Array]):
     def _normalises(self) -> bool:
         return isinstance(self.update_rule, Rule) and self.update_rule.normalises
 
-    def updated(self) -> list[Any]:
-        """Values, in a graph, of the variables that only the optimizer's update writes."""
-        parts = {key: part for key, part in self.parts.items() if part.spec and part.spec.in_place}
-        pieces = [self._piece(key, name) for key, part in parts.items() for name in part.pieces]
-        variables = {id(piece.variable): piece.variable for piece in pieces}
-        return [variable.read_value() for variable in variables.values()]
-
     def note_codes(self, plan: Plan, sound: Any) -> None:
         """Note in a graph what the update does to codes; sound: whether the step is committed."""
         if plan.update_rule is not None:

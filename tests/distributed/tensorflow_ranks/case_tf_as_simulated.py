@@ -56,6 +56,7 @@ def marks_of(row: Row) -> list[pytest.MarkDecorator]:
         for position, (name, row) in enumerate(ROWS.items())
         if "residuals" not in row.settings
         for graph in ((True, False) if position % 2 else (False, True))
+        if not (graph and "allocation" in row.settings)  # which is refused
     ],
 )
 def test_each_step_is_that_of_simulated_ranks(

@@ -33,18 +33,14 @@ def model_of(library: Any, seed: int = 0) -> Any:
     )
 
 
-def compiled(
-    library: Any, optimizer: Any, *, eager: bool = False, seed: int = 0, steps: int = 1
-) -> Any:
-    """The model, ready for `fit`; `optimizer` is distributed already.
-
-    steps: how many there are in a graph.
-    """
+def compiled(library: Any, optimizer: Any, *, eager: bool = False, seed: int = 0) -> Any:
+    """The model, ready for `fit`; `optimizer` is distributed already."""
     model = model_of(library, seed)
     loss = library.losses.SparseCategoricalCrossentropy(from_logits=True)
-    options: Any = {} if library is tf_keras else {"jit_compile": False}
-    options |= {"run_eagerly": eager, "steps_per_execution": steps}
-    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], **options)
+    options = {} if library is tf_keras else {"jit_compile": False}
+    model.compile(
+        optimizer=optimizer, loss=loss, metrics=["accuracy"], run_eagerly=eager, **options
+    )
     return model
 
 
@@ -62,13 +58,12 @@ def fit(
     epochs: int = 2,
     eager: bool = False,
     seed: int = 0,
-    steps: int = 1,
     callbacks: Any = (),
     **options: Any,
 ) -> Any:
     """A model after `model.fit` on this rank's data; 8 steps an epoch."""
     wrapped = distributed(library, optimizer, compression, **options)
-    model = compiled(library, wrapped, eager=eager, seed=seed, steps=steps)
+    model = compiled(library, wrapped, eager=eager, seed=seed)
     model.fit(
         *data(),
         batch_size=BATCH,
