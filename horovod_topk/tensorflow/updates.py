@@ -93,10 +93,8 @@ class Updates:
             assert numbers is not None
             slots = [list(map(unwrap, slots_of(optimizer, variable))) for _, variable in own]
             variables = [unwrap(variable) for _, variable in own]
-            gradients = [gradient for gradient, _ in own]
-            with tf.control_dependencies(gradients):  # the exchange writes what is read here
-                known = state.update_inputs(variables)
-                update(gradients, variables, slots, numbers, known)
+            gradients, known = [gradient for gradient, _ in own], state.update_inputs(variables)
+            update(gradients, variables, slots, numbers, known)
         return rest
 
     def around(
@@ -111,8 +109,7 @@ class Updates:
         if state is None:
             return step(gradient)
         gradient = tf.cast(gradient, inner.dtype)
-        with tf.control_dependencies([gradient]):  # the exchange writes what is read here
-            own = OwnStep(gradient, inner, state.update_inputs([inner]), self.family)
+        own = OwnStep(gradient, inner, state.update_inputs([inner]), self.family)
         if self.family.has_mean and (mean := _mean_of(optimizer, variable)) is not None:
             beta1 = wide(_number(optimizer, "beta_1"))
             own.move(mean, 1.0 - beta1 ** wide(tf.convert_to_tensor(optimizer.iterations)))

@@ -31,7 +31,7 @@ AVERAGED = 3  # evaluations: a game goes round and round
 
 
 class Game(nn.Module):
-    """Both networks, perceptrons, for samples [N, size]."""
+    """A generator and a discriminator, both perceptrons, of samples [N, size]."""
 
     def __init__(self, size: int, width: int = 192) -> None:
         super().__init__()

@@ -526,7 +526,7 @@ def case_sums_of_nodes() -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("values", ["int4", "float32", "sign"])
 def case_buckets_together(values: str) -> None:
-    """As one by one: empty and dense buckets, flags, and some that no launch can have together."""
+    """Decoding buckets at once has the bits of one by one: empty, dense, flagged ones too."""
     shapes = (1501, 7), (0, 0), (40, 0, 2100), (3000,), (5,)
     pairs = [Pair(plan(sizes, ratio=0.05, values=values)) for sizes in shapes]
     others = Pair(plan((900, 30), ("float16",), values=values)), Pair(plan((600,), values="int8"))

@@ -18,7 +18,7 @@ STATE = "a state that was loaded or reset"
 
 
 def allocate(own: TopKEF, saved: dict[str, Any]) -> None:
-    """More bytes for a tensor."""
+    """Give one tensor more bytes than the other ranks give it."""
     own.behind._state.allocation = (("v0", 3),)
 
 
