@@ -29,13 +29,8 @@ _DTYPES = ("F32", "F64", "U8")  # dtypes of states, as safetensors names them
 def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
     """Refuse a file whose state dict this version does not write.
 
-    Args:
-        facts: the state dict without its arrays.
-        tensors: dtype and shape of each array, by its name in the file.
-        where: the file, for messages.
-
-    Raises:
-        CheckpointError: the version differs, or a field or tensor is missing, unknown or invalid.
+    tensors: dtype and shape of each array, by its name in the file.
+    where: the file, for messages.
     """
     if not isinstance(facts, dict):
         raise _foreign(where, f"its state is a {type(facts).__name__}")
@@ -61,11 +56,7 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
 
 
 def check_place(facts: Mapping[str, Any], where: str) -> None:
-    """Refuse a file without the entries that `checkpoint.save` adds, such as rank and step.
-
-    Raises:
-        CheckpointError: a field is missing or invalid.
-    """
+    """Refuse a file without the entries that `checkpoint.save` adds, such as rank and step."""
     for name, is_valid in _FIELDS.items():
         if not is_valid(facts.get(name)):
             raise _foreign(where, f"its {name} is {facts.get(name)!r}")

@@ -55,12 +55,7 @@ def share_out(
 ) -> dict[str, Any]:
     """Make this rank's state dict from its share of the other job's residuals.
 
-    Args:
-        shards: path and contents of each rank's file; only one at a time is in memory.
-        saved: number of these files.
-        own: this rank's present state dict.
-        job: the job whose ranks share the residuals.
-        framework: "torch" or "tensorflow".
+    shards: path and contents of each rank's file; only one at a time is in memory.
 
     Raises:
         CheckpointError: the other job had another reduction.
@@ -123,11 +118,7 @@ def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
 
 
 def check_reduction(shard: StateDict, reduction: str) -> None:
-    """Refuse residuals of another reduction, since their units differ.
-
-    Raises:
-        CheckpointError: the other job's gradients were reduced otherwise.
-    """
+    """Refuse residuals of another reduction, since their units differ."""
     if shard["reduction"] != reduction:
         raise CheckpointError(
             f"the checkpoint is of gradients reduced to their {shard['reduction']}, these are "

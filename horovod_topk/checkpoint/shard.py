@@ -38,9 +38,7 @@ _DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 def dump(state: Mapping[str, Any], framework: str) -> bytes:
     """Serialise a state dict to the bytes of a file.
 
-    Args:
-        state: what `state_dict()` returned.
-        framework: "torch" or "tensorflow", the framework of its arrays.
+    framework: "torch" or "tensorflow", the framework of its arrays.
     """
     arrays = {f"{RESIDUALS}/{name}": a for name, a in state[RESIDUALS].items()}
     facts = {**state, RESIDUALS: None}
@@ -56,11 +54,7 @@ def dump(state: Mapping[str, Any], framework: str) -> bytes:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder for files, unless it exists.
-
-    Raises:
-        CheckpointError: it cannot be created.
-    """
+    """Create a folder for files, unless it exists."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -101,10 +95,8 @@ def write(path: Path, data: bytes, before: Path | None = None) -> None:
 def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
     """Check a file's bytes, and return its state dict.
 
-    Args:
-        data: a file's bytes.
-        framework: the framework of the arrays to return.
-        where: the file, for messages.
+    framework: the framework of the arrays to return.
+    where: the file, for messages.
 
     Raises:
         CheckpointError: the bytes are not a complete, valid file.

@@ -53,11 +53,7 @@ def exchange(
 
 
 def refuse_registering() -> NoReturn:
-    """Refuse a compressor in the place of a communication hook or of its state.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuse a compressor in the place of a communication hook or of its state."""
     raise ConfigError(
         "a compressor was passed to register_comm_hook, which takes a state and a hook",
         cure="Write TopKEF().attach(model, optimizer), or "

@@ -18,11 +18,7 @@ _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # by name: importing them
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model whose gradients DDP does not pass whole to the communication hook.
-
-    Raises:
-        ConfigError: with the reason.
-    """
+    """Refuse a model whose gradients DDP does not pass whole to the communication hook."""
     check_is_no_optimizer(model)
     if not isinstance(model, DistributedDataParallel):
         names = {kind.__name__ for kind in type(model).__mro__}
@@ -74,10 +70,6 @@ def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
     DistributedDataParallel exchanges the parameters that were trained when it was constructed.
 
     names: name of each parameter that is trained now.
-
-    Raises:
-        ConfigError: a parameter of DistributedDataParallel's gets no gradient, or one that is
-            trained is not exchanged.
     """
     then, now = _counted_by(model), (len(names), sum(p.nbytes for p in names))
     if then in (None, now) or not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
@@ -122,16 +114,7 @@ def _counted_by(model: Any) -> tuple[int, int] | None:
 
 
 def check_inherits(before: Method, config: Method, changed: Collection[str]) -> None:
-    """Refuse a new optimizer that cannot inherit the residuals of the one that it replaces.
-
-    Args:
-        before: settings of the optimizer that is replaced.
-        config: the new settings.
-        changed: names of parameters that are trained now and were not, or the other way round.
-
-    Raises:
-        ConfigError: the method, its exchange, or the trained parameters differ.
-    """
+    """Refuse a new optimizer that cannot inherit the residuals of the one that it replaces."""
     if changed:
         raise ConfigError(
             "its requires_grad was changed since compression was attached",

@@ -50,12 +50,6 @@ class DDPState(BackwardState):
     not register hooks again, and `check_is_compressed` keeps the copied model from training. Attach
     a compressor to the copied model, and give `load_state_dict` what the copy's `state_dict()`
     returns.
-
-    Args:
-        model: the model, without a communication hook.
-        optimizers: the optimizers of its parameters.
-        compressor: the compressor with the settings.
-        groups: lists of parameters that are sent together.
     """
 
     hooks = Hooks
@@ -262,11 +256,7 @@ class DDPState(BackwardState):
 
 
 def refuse_join(**kwargs: Any) -> NoReturn:
-    """Refuse DistributedDataParallel's join(), which calls this as the model's `join_hook`.
-
-    Raises:
-        UnsupportedOperationError: always.
-    """
+    """Refuse DistributedDataParallel's join(), which calls this as the model's `join_hook`."""
     raise UnsupportedOperationError(
         "join() was called for a model whose gradients are compressed: a rank that has joined "
         "takes part with zero gradients, and has no residuals to send",
@@ -279,9 +269,6 @@ def check_is_compressed(model: nn.Module, inputs: Any) -> None:
 
     PyTorch registers no communication hook with a model that is copied or unpickled, and says
     nothing.
-
-    Raises:
-        NotAttachedError: it would train with the gradients of each rank alone, or dense.
     """
     copies = [state.is_copy for state in _states_of(model)]
     if copies and all(copies) and model.training and torch.is_grad_enabled():

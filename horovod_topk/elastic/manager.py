@@ -78,8 +78,6 @@ class Manager:
     Args:
         states: returns the states of its optimizers, oldest first: one, or none before the first
             step.
-        talk: communication of all ranks.
-        name: name of its collectives and files, equal on all ranks.
         commit_dir: folder for commits that other ranks can read; None: no files.
         forget: drops a state dict that was loaded before there was a state, on a rank that joins.
     """
@@ -287,11 +285,7 @@ class Manager:
             )
 
     def _fit(self, present: Membership, files: Sequence[str]) -> int:
-        """Rescale this rank's residual, and add its share of the lost ranks' residuals.
-
-        Returns:
-            The number of lost ranks whose residuals were added.
-        """
+        """Rescale this rank's residual, add its share of lost ranks', and count those it has added."""
         state = self._state()
         if state is None or not self.units:
             return 0

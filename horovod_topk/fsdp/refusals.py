@@ -21,11 +21,7 @@ MESH = 'Pass fully_shard(module, mesh=mesh["shard"]), and TopKEF the other dimen
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model whose gradients FSDP2 does not leave to the compressor.
-
-    Raises:
-        ConfigError: with the reason.
-    """
+    """Refuse a model whose gradients FSDP2 does not leave to the compressor."""
     check_is_no_optimizer(model)
     if not isinstance(model, FSDPModule):
         raise ConfigError(
@@ -85,11 +81,7 @@ def group_of(between: Any, model: nn.Module) -> dist.ProcessGroup:
 
 
 def check_backward() -> None:
-    """Refuse a compiled backward, in which PyTorch leaves out the last hook of FSDP2.
-
-    Raises:
-        UnsupportedOperationError: compiled autograd calls this.
-    """
+    """Refuse a compiled backward, in which PyTorch leaves out the last hook of FSDP2."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled, "in_compiled_autograd_region", False):
         raise UnsupportedOperationError(
@@ -100,11 +92,7 @@ def check_backward() -> None:
 
 
 def check_settings(optimizers: Sequence[Any], config: Settings) -> None:
-    """Refuse optimizers and settings that need whole gradients.
-
-    Raises:
-        ConfigError, UnsupportedOperationError: with the reason.
-    """
+    """Refuse optimizers and settings that need whole gradients."""
     if config.clip_norm is not None:
         raise ConfigError(
             f"clip_norm={config.clip_norm:g} was given, and a rank knows the norm of its shards "

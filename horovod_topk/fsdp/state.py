@@ -53,11 +53,7 @@ class FSDPState(BackwardState):
     """State of one model's compression between nodes, as `TopKEF.of(model)` returns it.
 
     Args:
-        model: the root module.
-        optimizers: the optimizers of its parameters.
-        compressor: the compressor with the settings.
         group: the ranks that have the same shard.
-        groups: lists of parameters that are sent together.
         before: the state that it replaces, whose residuals it inherits.
     """
 

@@ -41,11 +41,7 @@ class LocalCall:
 
 
 def parse(text: str) -> Substitute | LocalCall:
-    """Parse a compressor of every step, or local steps.
-
-    Raises:
-        ConfigError, UnknownSettingError: it is neither, or one of its settings is not valid.
-    """
+    """Parse a compressor of every step, or local steps."""
     call = _local(text)
     if call is None:
         return substitute.parse(text)

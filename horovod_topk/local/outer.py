@@ -78,11 +78,7 @@ class Rule:
 
 
 def check_tells(rule: Rule, exchange: str) -> None:
-    """Refuse settings that need numbers of every rank over an exchange that adds ranks up.
-
-    Raises:
-        ConfigError: the exchange does.
-    """
+    """Refuse settings that need numbers of every rank over an exchange that adds ranks up."""
     if rule.tells and exchange in ("hierarchical", "allreduce"):
         raise ConfigError(
             f"{'every=' if rule.config.seconds else 'clip='} needs numbers of every rank, which "

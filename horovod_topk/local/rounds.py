@@ -91,13 +91,6 @@ class Fragment(Generic[Array]):
 class Rounds(Generic[Array]):
     """Counts inner steps, and makes outer steps.
 
-    Args:
-        config: the settings, equal on all ranks.
-        fragments: the parts of the model.
-        weights: this rank's weights.
-        ops: operations on arrays.
-        clock: returns seconds.
-
     Attributes:
         steps: inner steps so far.
         origin: inner steps when the present count of rounds began.

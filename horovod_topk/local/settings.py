@@ -195,11 +195,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset_of(name: str) -> Preset:
-    """The preset of a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The preset of a name."""
     check_choice("preset", name, tuple(PRESETS))
     return PRESETS[name]
 
@@ -215,11 +211,7 @@ def defaults(ratio: float) -> dict[str, Any]:
 
 
 def check_compression(config: Any) -> None:
-    """Refuse settings of a compressor that are about gradients, and not about movements.
-
-    Raises:
-        ConfigError: with the cure.
-    """
+    """Refuse settings of a compressor that are about gradients, and not about movements."""
     if config.momentum:
         raise ConfigError(
             f"momentum={config.momentum} was given to a compressor of local steps, which exchange "

@@ -50,11 +50,8 @@ def chosen(
 ) -> tuple[Any, LocalConfig]:
     """The compressor and the settings that a user has asked for.
 
-    Args:
-        preset: the name of published settings, which the others replace; None: there are none.
-        compression: a compressor, its class, or None: the preset's, or `TopKEF` with `USUAL`.
-        settings: the fields of `LocalConfig` that are given.
-        compressors: the base class of the adapter's compressors.
+    preset: the name of published settings, which the others replace; None: there are none.
+    compression: a compressor, its class, or None: the preset's, or `TopKEF` with `USUAL`.
 
     Raises:
         ConfigError, UnknownSettingError: there are no such settings, or no such compressor.
@@ -83,12 +80,7 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
     Steps of `stats()` and of `on_step` are outer steps; with fragments, each fragment's count.
 
     Args:
-        label: name of the optimizer in messages.
         specs: the tensors that are trained, in the order of the model.
-        weights: this rank's weights.
-        compressor: the compressor with the settings.
-        config: the settings of local steps.
-        ops: operations on arrays.
         collective: of the ranks; None: this rank is alone.
 
     Raises:
@@ -168,11 +160,7 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
             self.averages = Averages(specs, *own)
 
     def count(self) -> bool:
-        """Count an inner step, and make the outer steps that are due.
-
-        Returns:
-            Whether an exchange has started.
-        """
+        """Count an inner step, start the exchanges that are due, and return whether there are any."""
         started = self.rounds.after_step()
         if started and started[-1] is self.rounds.fragments[-1]:
             self._exchange_averages()
@@ -285,13 +273,6 @@ class Averages(Generic[Array]):
 
     The mean is computed in float64, so that it leaves a constant as it is.
 
-    Args:
-        specs: the tensors.
-        weights: this rank's values.
-        ops: operations on arrays.
-        collective: of the ranks.
-        name: prefix of the collectives' names.
-
     Attributes:
         runner: its steps are rounds.
     """
@@ -340,9 +321,6 @@ def fragments_of(specs: Sequence[TensorSpec], count: int) -> list[list[TensorSpe
 
     A block is the tensors whose names begin alike up to their first number, such as "layers.3". In
     Keras it is a layer, such as "dense_3/kernel" and "dense_3/bias".
-
-    Raises:
-        ConfigError: there are fewer blocks than fragments.
     """
     blocks: dict[str, list[TensorSpec]] = {}
     for spec in specs:

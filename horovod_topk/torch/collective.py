@@ -74,7 +74,6 @@ class HorovodCollective(ProcessSetRanks):
     """`core.exchange.Collective` over a Horovod process set.
 
     Args:
-        process_set: the ranks that take part.
         timer: counts the seconds that this process waits for collectives; None: nobody reads them.
     """
 

@@ -84,11 +84,7 @@ class Compressor(TrainingCompressor, OverHorovod, HorovodCompressor):  # type: i
         super().attached(state)
 
     def keep(self, name: str) -> Manager:
-        """Keep residuals through an elastic job; called by `horovod_topk.torch.elastic`.
-
-        Args:
-            name: name of the manager's collectives, the same on all ranks.
-        """
+        """Keep residuals through an elastic job; called by `horovod_topk.torch.elastic`."""
         self._manager = Manager(self._living_states, HorovodTalk(), name)
         for state in self._living_states():
             state.keep_with(self._manager)

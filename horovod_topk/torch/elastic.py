@@ -54,11 +54,7 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
         self.manager.reconcile()
 
     def set_value(self, value: Compressor) -> None:
-        """Refuse another compressor: its optimizer's residuals would be lost.
-
-        Raises:
-            ConfigError: it is another compressor.
-        """
+        """Refuse another compressor: its optimizer's residuals would be lost."""
         if value is not self.value:
             raise ConfigError(
                 "another TopKEF was assigned to an elastic state",

@@ -71,10 +71,6 @@ class Hooks(steps.Hooks):
 
 
 def check_all_are_known(optimizer: Any) -> None:
-    """Refuse gradients of parameters without hooks, as they were frozen at construction.
-
-    Raises:
-        UnsupportedOperationError: another parameter has a gradient.
-    """
+    """Refuse gradients of parameters without hooks, as they were frozen at construction."""
     known = {id(p) for p in optimizer._requires_update}
     steps.check_all_are_known(optimizer, known, lambda: optimizer._parameter_names)

@@ -17,11 +17,7 @@ from horovod_topk.torch_training import local_steps
 
 
 class LocalSteps(local_steps.LocalSteps):
-    """`horovod_topk.torch_training.local_steps.LocalSteps` over Horovod.
-
-    Args:
-        process_set: Horovod's process set of the ranks that exchange.
-    """
+    """`horovod_topk.torch_training.local_steps.LocalSteps` over Horovod."""
 
     compressors = Compressor
 

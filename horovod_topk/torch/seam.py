@@ -87,12 +87,7 @@ def _wrap_init(original: Function) -> Function:
 def _check_shares_nothing(groups: Any, *, compresses: bool) -> None:
     """Refuse parameters whose gradients another living optimizer of Horovod's exchanges.
 
-    Args:
-        groups: the parameter groups of the optimizer that is constructed.
-        compresses: whether its gradients are compressed. Two others are Horovod's own affair.
-
-    Raises:
-        ConfigError: both would exchange a gradient in the same backward().
+    compresses: whether its gradients are compressed. Two others are Horovod's own affair.
     """
     own = {id(p) for group in groups for p in group["params"]}
 
@@ -128,11 +123,7 @@ def _meet_others(ranks: hvd.ProcessSet, compression: Any) -> None:
 
 
 def _check_names(named_parameters: Any) -> None:
-    """Refuse a compressor in the place of the parameters' names, the second argument.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuse a compressor in the place of the parameters' names, the second argument."""
     kind = named_parameters if isinstance(named_parameters, type) else type(named_parameters)
     if issubclass(kind, BaseCompressor):
         raise ConfigError(
@@ -145,9 +136,7 @@ def _check_names(named_parameters: Any) -> None:
 def _compression_of_momentum(asked: Any, op: Any) -> Any:
     """The compressor that exchanges the momentum of a OneBitAdam or OneBitLamb.
 
-    Args:
-        asked: the user's `compression=`; Horovod's default selects sharded SignSGD.
-        op: the user's `op=`.
+    asked: the user's `compression=`; Horovod's default selects sharded SignSGD.
 
     Raises:
         ConfigError: the compressor is one of Horovod's, or `op` is Sum.

@@ -37,7 +37,6 @@ class OptimizerState(TrainingState):
 
     Args:
         optimizer: the optimizer, whose private attributes Horovod's constructor has set.
-        compressor: the compressor with the settings.
     """
 
     hooks = Hooks
@@ -101,9 +100,6 @@ class OptimizerState(TrainingState):
         Returns:
             A function that waits and returns the exchanged gradient; None: Horovod itself has to
             exchange this gradient.
-
-        Raises:
-            ShapeChangedError, GradientChangedError, RepeatedSynchronizeError, ConfigError.
         """
         slot = self._buckets.slots.get(id(p)) if self.active else None
         if slot is None:
@@ -229,12 +225,7 @@ def _trained(optimizer: Any) -> list[Tensor]:
 
 
 def _check_may_leave(name: str, compressor: StepRunner[Tensor]) -> None:
-    """Refuse a sparse gradient to which a setting would not apply, or with a residual.
-
-    Raises:
-        ConfigError: a setting changes gradients before they are exchanged.
-        ShapeChangedError: the gradient's residual is not zero.
-    """
+    """Refuse a sparse gradient to which a setting would not apply, or with a residual."""
     config = compressor.plan.config
     if config.momentum:
         raise _refused(f"momentum={config.momentum}", name)

@@ -76,7 +76,6 @@ class GroupCollective:
     """`core.exchange.Collective` over a process group.
 
     Args:
-        group: the process group.
         timer: counts the seconds that this process waits for collectives; None: nobody reads
             them. With NCCL the device waits, and the count stays near 0.
         within: the meetings of the process group that this one is a part of; None: of no other.
@@ -244,9 +243,6 @@ class Meeting:
 
     A process group may have the name of a destroyed one, and with it the keys in the store. So the
     last rank to leave a meeting deletes what all ranks have posted.
-
-    Args:
-        group: the process group, whose backend has a store.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -45,12 +45,7 @@ def plan_of(
 ) -> Plan:
     """Plan the buckets: the user's groups, then default ones in the order of the backward pass.
 
-    Args:
-        optimizer: the optimizer of the parameters.
-        names: name of each parameter.
-        config: the method's settings.
-        reduction: "average" or "sum".
-        groups: lists of parameters; parameters that are not trained are left out.
+    groups: lists of parameters; parameters that are not trained are left out.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     specs = {p: spec_of(names[p], p) for p in reversed(parameters) if p.requires_grad}
@@ -128,12 +123,7 @@ class Slot:
         )
 
     def check_matches(self, gradient: Tensor) -> None:
-        """Refuse a gradient that does not fit its residual, or that cannot be written to.
-
-        Raises:
-            ShapeChangedError: the gradient has another shape, dtype or device.
-            OverlappingGradientError: elements of the gradient share memory.
-        """
+        """Refuse a gradient that does not fit its residual, or that cannot be written to."""
         if (gradient.shape, gradient.dtype, gradient.device) != self.kind:
             found = _described(spec_of(self.spec.name, gradient))
             raise ShapeChangedError(
@@ -185,9 +175,6 @@ class Slot:
         """Refuse to send an exchanged gradient again: its residual would count it twice.
 
         cure: how the adapter accumulates gradients.
-
-        Raises:
-            RepeatedSynchronizeError: the gradient is the exchanged one, and not zero.
         """
         if self.waits():
             raise RepeatedSynchronizeError(
@@ -318,11 +305,7 @@ class Buckets:
         return any(slot.has_fired for slot in self.slots.values())
 
     def check_none_waits(self) -> None:
-        """Refuse to exchange gradients beside others that wait for the same optimizer's step.
-
-        Raises:
-            RepeatedSynchronizeError: there are such gradients.
-        """
+        """Refuse to exchange gradients beside others that wait for the same optimizer's step."""
         for slot in self.slots.values():
             slot.check_not_exchanged()
 

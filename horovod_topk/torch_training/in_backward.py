@@ -47,11 +47,7 @@ class BackwardCompressor(TrainingCompressor):
 
     @classmethod
     def compress(cls, *arguments: Any) -> NoReturn:
-        """Refuse to serve Horovod.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse to serve Horovod."""
         raise ConfigError(
             f"a compressor of horovod_topk.{cls.adapter} was passed to Horovod",
             cure="For hvd.DistributedOptimizer write from horovod_topk.torch import TopKEF",
@@ -84,13 +80,7 @@ class BackwardCompressor(TrainingCompressor):
 
 
 class BackwardState(TrainingState):
-    """A state whose errors in backward are raised at its end, as other ranks are in it, too.
-
-    Args:
-        optimizers: the optimizers of the model's parameters.
-        group: the ranks that exchange gradients.
-        label: name of the model in messages.
-    """
+    """A state whose errors in backward are raised at its end, as other ranks are in it, too."""
 
     _each: Sequence[Any] = ()
     _slots: Mapping[int, tuple[Any, Slot]] = {}  # by the parameter's id
@@ -101,11 +91,7 @@ class BackwardState(TrainingState):
         self._group = group
 
     def check_is_new(self, optimizers: Sequence[Any], otherwise: str = "") -> None:
-        """Refuse to attach once more to optimizers that this state has.
-
-        Raises:
-            ConfigError: it has all of them.
-        """
+        """Refuse to attach once more to optimizers that this state has."""
         if self.active and all(map(self.has, optimizers)):
             raise ConfigError(
                 "a compressor is attached to this model and this optimizer already",
@@ -137,13 +123,7 @@ class BackwardState(TrainingState):
     ) -> list[Any]:
         """Agree on the plans of all optimizers, inherit residuals, and register hooks on steps.
 
-        Args:
-            module: the module whose parameters these are.
-            optimizers: the optimizers of its parameters.
-            names: name of each parameter that it trains.
-            compressor: the compressor with the settings.
-            groups: lists of parameters that are sent together.
-            before: the state whose residuals are inherited; its hooks stay.
+        before: the state whose residuals are inherited; its hooks stay.
         """
         check_groups(groups)
         each: list[Any] = []
@@ -194,22 +174,14 @@ def listed(optimizer: Any) -> Sequence[Any]:
 
 
 def check_is_no_optimizer(model: Any) -> None:
-    """Refuse an optimizer in the place of the model.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuse an optimizer in the place of the model."""
     if isinstance(model, Optimizer):
         cure = "Pass the model first, and then the optimizer"
         raise ConfigError(f"the model is an optimizer, {type(model).__name__}", cure=cure)
 
 
 def check_groups(groups: Any) -> None:
-    """Refuse what would be read as groups without any parameter, such as a list of parameters.
-
-    Raises:
-        ConfigError: it is no list of lists.
-    """
+    """Refuse what would be read as groups without any parameter, such as a list of parameters."""
     lists = groups if isinstance(groups, list | tuple) else [] if groups is None else [groups]
     wrong = next((each for each in lists if not isinstance(each, list | tuple)), None)
     if wrong is not None:
@@ -330,11 +302,7 @@ class BackwardHooks(steps.Hooks):
         self.exchanged()
 
     def check_is_alive(self) -> None:
-        """Refuse to compress gradients for an optimizer that was deleted.
-
-        Raises:
-            NotAttachedError: it was deleted.
-        """
+        """Refuse to compress gradients for an optimizer that was deleted."""
         if self.optimizer() is None:
             problem = "the optimizer that compression was attached to was deleted"
             raise NotAttachedError(problem, cure=ATTACH)
@@ -343,9 +311,6 @@ class BackwardHooks(steps.Hooks):
         """Refuse a step on exchanged gradients that is no part of the attached optimizer's step.
 
         Wrappers such as Lookahead, and torch's ZeroRedundancyOptimizer, step an inner optimizer.
-
-        Raises:
-            NotAttachedError: another optimizer would apply the gradients.
         """
         own, known = self.optimizer(), self.buckets.slots
         if optimizer is own or self._applied == self.buckets.exchanges:
@@ -365,9 +330,6 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[Tensor, str]) -> 
     """Refuse optimizers whose parameters are not the model's trained parameters, each once.
 
     names: name of each parameter that the model trains.
-
-    Raises:
-        ConfigError: a parameter is missing in the optimizers or in the model, or is in two of them.
     """
     stepped: dict[Tensor, Any] = {}
     for optimizer in optimizers:

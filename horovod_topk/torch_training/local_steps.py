@@ -35,12 +35,7 @@ WRAPPED = (
 
 
 class TorchWeights:
-    """`horovod_topk.local.rounds.Weights` of an optimizer's parameters.
-
-    Args:
-        parameters: by name.
-        optimizer: the inner optimizer.
-    """
+    """`horovod_topk.local.rounds.Weights` of an optimizer's parameters."""
 
     def __init__(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         self._parameters, self._optimizer = parameters, optimizer
@@ -177,11 +172,7 @@ class LocalSteps(Optimizer):
         return getattr(self._inner, name)
 
     def __getstate__(self) -> NoReturn:
-        """Refuse to copy or pickle: anchors and residuals belong to the parameters of one model.
-
-        Raises:
-            UnsupportedOperationError: always.
-        """
+        """Refuse to copy or pickle: anchors and residuals belong to the parameters of one model."""
         raise UnsupportedOperationError(
             "LocalSteps was copied or pickled, and its parameters would be others",
             cure="Copy the model and the inner optimizer, make LocalSteps of them, and load "
@@ -219,11 +210,7 @@ class LocalSteps(Optimizer):
         self._inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse parameters without an anchor.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse parameters without an anchor."""
         raise ConfigError(
             "add_param_group() was called, and the new parameters have no anchor",
             cure="Add them to the inner optimizer, and make LocalSteps of it anew",
@@ -361,11 +348,7 @@ _COUNTERS = weakref.WeakKeyDictionary()  # of the last `LocalSteps` of each inne
 
 @untraced
 def _before_inner_step(optimizer: Any, *_: Any) -> None:
-    """Refuse the steps of a loop that steps the inner optimizer instead of `LocalSteps`.
-
-    Raises:
-        NotAttachedError: the step before was not counted, or none is going to be.
-    """
+    """Refuse the steps of a loop that steps the inner optimizer instead of `LocalSteps`."""
     counter, kind = _COUNTERS[optimizer], type(optimizer).__name__
     if counter.steps() is None and not counter.is_used:
         raise NotAttachedError(

@@ -178,12 +178,7 @@ class OneBitAdam(Optimizer):
     def begin_exchange(self, committed: int, ratio: float) -> None:
         """Begin a step, before its first bucket is exchanged.
 
-        Args:
-            committed: number of committed steps before it, equal on all ranks.
-            ratio: share of each tensor's elements that it sends.
-
-        Raises:
-            ConfigError: gradients are compressed before the variance is frozen.
+        committed: number of committed steps before it, equal on all ranks.
         """
         self._taken = committed
         if not self._is_frozen and ratio < 1.0:
@@ -198,10 +193,6 @@ class OneBitAdam(Optimizer):
         """Turn this rank's gradients into what ranks exchange, in place.
 
         Ranks exchange gradients until the variance is frozen, and momenta from then on.
-
-        Args:
-            parameters: those whose gradients are about to be exchanged.
-            gradients: one gradient for each parameter.
         """
         if not self._is_frozen:
             self._momenta.difference_update(map(id, parameters))

@@ -86,11 +86,7 @@ def momentum_of(group: Mapping[str, Any]) -> float | None:
 
 
 def number_in(optimizer: Any, group: Mapping[str, Any], setting: str) -> float:
-    """Return a setting of a parameter group as a float.
-
-    Raises:
-        ConfigError: it is no number.
-    """
+    """Return a setting of a parameter group as a float."""
     number = number_of(group[setting])
     if number is None:
         raise not_a_number(optimizer, group, setting)
@@ -180,11 +176,7 @@ def frozen(held: Callable[[], Any], names: Mapping[Any, str]) -> set[str]:
 
 
 def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) -> None:
-    """Refuse an optimizer that would apply a momentum of its own to corrected gradients.
-
-    Raises:
-        ConfigError: the optimizer has a momentum, or is of a kind that cannot be corrected.
-    """
+    """Refuse an optimizer that would apply a momentum of its own to corrected gradients."""
     if not momentum:
         return
     kind, is_adam = kind_of(optimizer), isinstance(optimizer, (Adam, AdamW))
@@ -213,10 +205,7 @@ def fit_settings(
 
     Warn about an optimizer whose steps do not take into account that gradients arrive late.
 
-    Args:
-        optimizer: the optimizer of the gradients.
-        config: the settings.
-        deferred: names of the settings that are left to the compressor.
+    deferred: names of the settings that are left to the compressor.
 
     Returns:
         The settings; the rule by which its steps are adapted, or None if they are not; and the
@@ -328,11 +317,8 @@ def _steps_as_known(optimizer: Any) -> bool:
 def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) -> None:
     """Restore an optimizer's momentum that was set to 0 for momentum correction.
 
-    Args:
-        optimizer: its parameter groups may come from a checkpoint of an older version, which has
-            set the momentum to 0.
-        momentum: the momentum of the settings, if it is a number.
-        nesterov: whether that momentum is Nesterov's.
+    optimizer: its parameter groups may come from a checkpoint of an older version, which has
+        set the momentum to 0.
     """
     for group in optimizer.param_groups:
         before, (own, own_nesterov) = _now(group), group.pop(TAKEN, (momentum, nesterov))
@@ -370,9 +356,6 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> Any:
 
     Returns:
         The handle of a hook that was registered with the optimizer.
-
-    Raises:
-        ConfigError: as `check_not_twice`.
     """
     check_not_twice(optimizer, momentum, nesterov=nesterov)
     give = partial(give_back, momentum=momentum, nesterov=nesterov)
@@ -396,11 +379,7 @@ DEEPEST = 4  # wrappers around one another
 
 
 def check_has_hooks(optimizer: Any) -> None:
-    """Refuse an object whose steps call no hooks, before any hook is registered.
-
-    Raises:
-        ConfigError: it is no optimizer, or wraps one without having called `Optimizer.__init__`.
-    """
+    """Refuse an object whose steps call no hooks, before any hook is registered."""
     if has_hooks(optimizer):
         return
     kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"

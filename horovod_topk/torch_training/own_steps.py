@@ -40,13 +40,7 @@ class OwnStep:
 
 
 class OwnSteps:
-    """Corrects the steps of one optimizer; see `horovod_topk.torch_training.updates.Updates`.
-
-    Args:
-        names: names of parameters; parameters without one are not compressed.
-        compressor: the compressor of their gradients.
-        family: of the optimizer.
-    """
+    """Corrects the steps of one optimizer; see `horovod_topk.torch_training.updates.Updates`."""
 
     def __init__(
         self, names: Mapping[Any, str], compressor: StepRunner[Tensor], family: Family

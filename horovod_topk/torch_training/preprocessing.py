@@ -40,8 +40,6 @@ class Preprocessing:
     """Unscales, clips and converts one optimizer's gradients before they are compressed.
 
     Args:
-        scaler: the `torch.amp.GradScaler` that has scaled the gradients, or None.
-        clip: clips the gradients, or None.
         own: the optimizer, if ranks exchange its momentum instead of gradients.
     """
 
@@ -53,11 +51,7 @@ class Preprocessing:
 
     @classmethod
     def of(cls, scaler: Any, plan: Plan, optimizer: Any) -> Preprocessing | None:
-        """The preprocessing that settings and optimizer need; None: none.
-
-        Raises:
-            UnsupportedDtypeError: a gradient is float16, and may underflow when it is unscaled.
-        """
+        """The preprocessing that settings and optimizer need; None: none."""
         norm = plan.config.clip_norm
         own = optimizer if isinstance(optimizer, OneBitAdam) else None
         if scaler is None and norm is None and own is None:
@@ -73,12 +67,6 @@ class Preprocessing:
 
     def begin(self, optimizer: Any, ranks: int, committed: int, ratio: float) -> None:
         """Note a step's loss scale and clipping threshold before its first bucket is preprocessed.
-
-        Args:
-            optimizer: the optimizer of the gradients.
-            ranks: number of ranks that exchange gradients.
-            committed: number of committed steps before this one.
-            ratio: share of each tensor's elements that this step sends.
 
         Raises:
             GradientChangedError: the scaler has unscaled the gradients already.
@@ -130,11 +118,7 @@ class Preprocessing:
 
 
 def check_scaler(scaler: object) -> None:
-    """Refuse an object that is not a GradScaler.
-
-    Raises:
-        ConfigError: methods of a GradScaler are missing.
-    """
+    """Refuse an object that is not a GradScaler."""
     is_one = all(hasattr(scaler, each) for each in ("get_scale", "is_enabled"))
     if scaler is None or (is_one and not isinstance(scaler, type)):
         return
@@ -145,11 +129,7 @@ def check_scaler(scaler: object) -> None:
 
 
 def scale_of(scaler: Any) -> float | Tensor:
-    """Return the present scale of a GradScaler, or 1, without waiting for an accelerator.
-
-    Raises:
-        ConfigError: the scale is on the host, and zero or not finite.
-    """
+    """Return the present scale of a GradScaler, or 1, without waiting for an accelerator."""
     if scaler is None or not scaler.is_enabled():
         return 1.0
     scale = getattr(scaler, "_scale", None)

@@ -89,9 +89,7 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
     own, so that it commits its own steps.
 
     Args:
-        optimizers: the optimizers of the gradients.
         ranks: Horovod's process set, or an object with its methods.
-        label: name of the optimizer in messages.
     """
 
     framework = "torch"
@@ -124,15 +122,9 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
     ) -> Hooks:
         """Agree with all ranks on the plan of an optimizer's gradients, and allocate memory.
 
-        Args:
-            optimizer: the optimizer.
-            names: names of its parameters; parameters without one are not compressed. There may be
-                names of parameters of other optimizers.
-            compressor: the compressor with the settings.
-            collective: carries the payloads.
-            reduction: "average" or "sum" over ranks.
-            groups: lists of parameters that are sent together.
-            beside: what was made for the model's other optimizers.
+        names: names of its parameters; parameters without one are not compressed. There may be
+            names of parameters of other optimizers.
+        beside: what was made for the model's other optimizers.
 
         Returns:
             What compresses its gradients, once `watch` and `_use` were called.
@@ -246,10 +238,6 @@ def inherit(before: Sequence[StepRunner[Tensor]], new: Sequence[StepRunner[Tenso
     A residual that has grown because the learning rate has fallen (`core.state.learning_rates`) is
     scaled back to gradients at the largest rate: the new optimizer's learning rate has no relation
     to the old one's, and may be of another kind (SGD's and Adam's).
-
-    Args:
-        before: the compressors of the optimizers that are replaced.
-        new: those of the new optimizers, of the same tensors.
     """
     states = [runner.state_dict() for runner in before]
     for runner, state in zip(before, states, strict=True):

@@ -37,19 +37,9 @@ class Hooks(abc.ABC):
     An adapter's subclass checks that a step has exchanged gradients (`check_before` and others),
     and says whether a step wraps the optimizer's own step (`is_around`).
 
-    Args:
-        optimizer: the optimizer of the gradients.
-        compressor: their compressor.
-        buckets: the same gradients, as they become ready.
-        preprocessing: what is done to them before they are compressed, if anything is.
-        updates: the optimizer's updates, if they depend on the exchange.
-        has_scaler: whether the loss's scaler is known.
-
     Attributes:
-        optimizer: returns the optimizer, or None if it was deleted.
         name: prefix of the names of the compressor's collectives, and the optimizer's ordinal
             among those with the same prefix.
-        warnings: texts of the warnings given.
     """
 
     name: tuple[str, int]  # set by `TrainingState`
@@ -135,11 +125,7 @@ class Hooks(abc.ABC):
 
     @abc.abstractmethod
     def check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse a step on gradients that are not exchanged.
-
-        Raises:
-            TopKError: the gradients are not exchanged; nothing has changed.
-        """
+        """Refuse a step on gradients that are not exchanged."""
 
     def check_closure(self, optimizer: Any) -> None:  # noqa: B027  # not all adapters can
         """As `check_before`, for gradients computed by a closure, before they are applied."""
@@ -303,14 +289,8 @@ def with_one_exchange(
     residual too. Optimizers with a `first_step` and a `second_step` (Foret et al. 2021, Sharpness-
     Aware Minimization) take the first step back, and apply the last exchange alone.
 
-    Args:
-        args: positional arguments of the `step` call, with the optimizer as the first.
-        kwargs: keyword arguments of the `step` call.
-        exchanges: returns how many exchanges there have been.
-        check: called after the closure, before the step goes on; may raise.
-
-    Returns:
-        The arguments to call `step` with.
+    args: positional arguments of the `step` call, with the optimizer as the first.
+    check: called after the closure, before the step goes on; may raise.
     """
     closure, before = closure_of(args, kwargs), exchanges()
     if closure is None:
@@ -333,11 +313,7 @@ def with_one_exchange(
 
 
 def check_evaluates_once(optimizer: Any) -> None:
-    """Refuse an optimizer that needs several gradients for one step, such as LBFGS.
-
-    Raises:
-        UnsupportedOperationError: it needs several gradients.
-    """
+    """Refuse an optimizer that needs several gradients for one step, such as LBFGS."""
     if not isinstance(optimizer, LBFGS):
         return
     for group in optimizer.param_groups:
@@ -366,13 +342,7 @@ def check_all_are_known(
 ) -> None:
     """Refuse gradients of parameters that were not trained when the exchange was planned.
 
-    Args:
-        optimizer: the optimizer of the parameters.
-        known: ids of the parameters whose gradients are exchanged.
-        names: returns the name of each parameter, for the message.
-
-    Raises:
-        UnsupportedOperationError: another parameter has a gradient.
+    known: ids of the parameters whose gradients are exchanged.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -415,11 +385,6 @@ class Unapplied:
     skipped: residuals stay as they were, and what was sent is sent again. If that goes on, there is
     no error feedback. A single skipped step is no fault, and steps with a NaN or an infinity are
     counted by their own means (`Stats.rolled_back`, the guard).
-
-    Args:
-        optimizer: the optimizer of the gradients.
-        counts: counts its steps.
-        buckets: its gradients.
     """
 
     def __init__(self, optimizer: Any, counts: Counting[Any], buckets: Buckets) -> None:

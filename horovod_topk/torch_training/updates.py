@@ -34,7 +34,6 @@ class Updates:
 
     Args:
         names: names of parameters; parameters without one are not compressed.
-        compressor: the compressor of their gradients.
     """
 
     def __init__(self, names: Mapping[Any, str], compressor: StepRunner[Tensor]) -> None:
@@ -246,11 +245,7 @@ def _normalises(optimizer: Any) -> bool:
 
 
 def _betas(optimizer: Any, group: Mapping[str, Any]) -> tuple[float, float]:
-    """Both betas of a parameter group.
-
-    Raises:
-        ConfigError: they are not two numbers any more.
-    """
+    """Both betas of a parameter group."""
     match betas_of(group):
         case [float(beta1), float(beta2)]:
             return beta1, beta2

@@ -58,14 +58,7 @@ class GradientNorms(Protocol[Given]):
 
 
 class LocalClip(Generic[Array]):
-    """Clips one rank's gradients, step after step.
-
-    Args:
-        clip_norm: the norm of the applied gradients.
-        reduction: "average" or "sum" over ranks.
-        scope: which gradients count for the norm.
-        norms: the framework's arithmetic.
-    """
+    """Clips one rank's gradients, step after step."""
 
     def __init__(
         self, clip_norm: float, reduction: str, scope: Scope, norms: GradientNorms[Array]
@@ -89,12 +82,6 @@ class LocalClip(Generic[Array]):
 
 
 def local_threshold(clip_norm: float, reduction: str, ranks: int) -> float:
-    """The norm that a rank's gradients are clipped to.
-
-    Args:
-        clip_norm: the norm of the applied gradients.
-        reduction: "average" or "sum" over ranks.
-        ranks: number of ranks that exchange.
-    """
+    """The norm that a rank's gradients are clipped to."""
     share = clip_norm / math.sqrt(ranks)
     return share * ranks if reduction == "average" else share

@@ -52,13 +52,7 @@ class PayloadCodec(Generic[Array]):
 
     `encode` writes only the candidate arena and the payload, `decode` only gradients.
 
-    Args:
-        ops: operations on the arrays.
-        arrived: dictionary for received measures; None: a new one.
-
     Attributes:
-        ops: the same.
-        kernels: kernels of the buckets.
         measures: what ranks tell each other with their payloads.
         withholding: limits of what payloads hold.
         waiting: a list, to which `decode` adds payloads that kernels can decode at once, up to
@@ -75,19 +69,14 @@ class PayloadCodec(Generic[Array]):
     def draw_from(self, committed: Callable[[], Any], rank: Callable[[], int]) -> None:
         """Set the step and rank from which methods derive their random numbers.
 
-        Args:
-            committed: returns the number of committed steps before this one; a tensor in a graph.
-            rank: returns this rank.
+        committed: returns the number of committed steps before this one; a tensor in a graph.
         """
         self._committed, self._rank = committed, rank
 
     def key(self, bucket: BucketPlan, position: int, ago: int = 0) -> Key | None:
         """Key of a piece's random numbers; None: the method draws none.
 
-        Args:
-            bucket: the piece's bucket.
-            position: position of the piece in the bucket.
-            ago: steps committed since the payload was written.
+        ago: steps committed since the payload was written.
         """
         method: object = bucket.config
         if not isinstance(method, Seeded):
@@ -233,10 +222,6 @@ class PayloadCodec(Generic[Array]):
 
         Returns:
             Number of bytes; None: not known while a graph is built.
-
-        Raises:
-            PlanMismatchError: ranks are at different ratio levels.
-            PayloadError: the length is wrong otherwise.
         """
         size = bucket.layout.payload_bytes // bucket.writers
         received = cast("int | None", self.ops.numel(gathered))
@@ -251,9 +236,6 @@ class PayloadCodec(Generic[Array]):
 
         Returns:
             The rows, None for a tensor without elements; and which tensors any rank flagged.
-
-        Raises:
-            PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         read = self._read(bucket, gathered)
         flags = self._validate(bucket, gathered, read)
@@ -481,10 +463,8 @@ class PayloadCodec(Generic[Array]):
 
         Args:
             arrived: gets the bucket's measures.
-            bucket: the bucket of the payloads.
             positions: positions of the pieces that `answers` are about.
             own: this rank's facts; not bytes: another bucket states them, or a graph does.
-            rank: returns this rank.
             heads: header and flags of each payload.
             answers: whether each rank's data of a piece is valid.
         """

@@ -57,10 +57,6 @@ class Own(Generic[Array]):
 class MeasureStore(Generic[Array]):
     """What ranks tell each other with their payloads: facts, measures, and numbers of tensors.
 
-    Args:
-        ops: operations on the arrays.
-        arrived: dictionary for received measures; None: a new one.
-
     Attributes:
         facts: what this rank states in the step that begins, by the ordinal of the bucket that
             states it, the plan's first: the number of `core.plan.facts` as 4 bytes, in a graph a
@@ -156,12 +152,7 @@ def own_measures(
 ) -> list[Any]:
     """Measures that a rank sends with one bucket: for each name a number, or a float32 array [1].
 
-    Args:
-        names: names of the measures.
-        gradients: gradients of the bucket.
-        residuals: the arrays that hold the bucket's residuals.
-        number: returns a measure of the whole rank; None: another bucket sends these.
-        ops: operations on the arrays.
+    number: returns a measure of the whole rank; None: another bucket sends these.
     """
     arrays = {GRADIENT: gradients, RESIDUAL: residuals}
     numbers: list[Any] = []
@@ -174,12 +165,7 @@ def own_measures(
 
 
 def all_measures(plan: Plan, by_bucket: Mapping[int, Rows]) -> Measures | None:
-    """Measures of all ranks in a finished step; None: some are missing or not finite.
-
-    Args:
-        plan: the plan of the step.
-        by_bucket: the measures of each decoded bucket, by its ordinal.
-    """
+    """Measures of all ranks in a finished step; None: some are missing or not finite."""
     names, sums = plan.config.measures, list[list[float]]()
     for bucket in plan.buckets:
         rows = by_bucket.get(bucket.ordinal, ())

@@ -84,11 +84,7 @@ def correct(
 
 
 def check_dtypes(plan: Plan) -> None:
-    """Refuse gradients whose dtype differs from their residual's: velocities have that dtype.
-
-    Raises:
-        UnsupportedDtypeError: a gradient has another dtype than its residual.
-    """
+    """Refuse gradients whose dtype differs from their residual's: velocities have that dtype."""
     for bucket in plan.buckets:
         _check_dtypes(bucket)
 

@@ -37,10 +37,7 @@ class Limits:
     def of(cls, plan: BucketPlan, ranks: int, nodes: int) -> Limits:
         """Return a bucket's limits: none if no gradient is float16 or nothing keeps the rest.
 
-        Args:
-            plan: the bucket.
-            ranks: number of ranks that exchange.
-            nodes: number of nodes, if nodes exchange sums; else 0.
+        nodes: number of nodes, if nodes exchange sums; else 0.
         """
         halves = (t.gradient for t in plan.tensors if t.spec.dtype == "float16")
         most = HALF * ROUNDED.get(getattr(plan.config, "values", ""), NARROW)

@@ -55,7 +55,6 @@ def agree(
     collective calls.
 
     Args:
-        plan: this rank's plan.
         ordinal: this rank's proposal for the optimizer's ordinal; it and all above are unused here.
         optimizer: name of the optimizer's class; None: unknown, as with tapes, or each rank's own.
         has_scaler: whether residuals are kept without the scale of a loss.
@@ -72,9 +71,6 @@ def agree(
 
 def agree_on_nothing(compression: str, ops: Ops[Array], collective: Collective[Array]) -> None:
     """Check that no rank compresses gradients, as this one does not. A collective, as `agree`.
-
-    Args:
-        compression: what exchanges this rank's gradients.
 
     Raises:
         PlanMismatchError: on every rank, when another rank compresses them.
@@ -123,11 +119,7 @@ def gather_bytes(
 
 
 def in_rows(gathered: bytes, length: int, ranks: int, rank: int) -> list[bytes]:
-    """Split gathered bytes into those of each rank, which all have the length of this rank's.
-
-    Raises:
-        PlanMismatchError: lengths differ, as with different package versions.
-    """
+    """Split gathered bytes into those of each rank, which all have the length of this rank's."""
     if len(gathered) != length * ranks:
         raise PlanMismatchError(
             f"{ranks} ranks sent {len(gathered)} bytes for their agreement, this one (rank {rank}) "
@@ -140,9 +132,7 @@ def in_rows(gathered: bytes, length: int, ranks: int, rank: int) -> list[bytes]:
 def mismatch(plans: Mapping[int, Mapping[str, list[object]]], rank: int) -> PlanMismatchError:
     """The error for plans that differ.
 
-    Args:
-        plans: `Plan.fields` of two ranks or more, by rank.
-        rank: this process' rank.
+    plans: `Plan.fields` of two ranks or more, by rank.
     """
     one = plans[rank if rank in plans else min(plans)]
     others = plans.values()

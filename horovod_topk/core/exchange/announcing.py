@@ -35,12 +35,7 @@ Array = TypeVar("Array")
 def announcement(plans: Sequence[BucketPlan]) -> BucketPlan | None:
     """The plan of the numbers that ranks announce for a bucket; None if there are none.
 
-    Args:
-        plans: the bucket, or all of its shards that are encoded together.
-
-    Returns:
-        A bucket of arrays that are sent whole: the numbers of each tensor, shard after shard. None:
-        the method announces nothing.
+    plans: the bucket, or all of its shards that are encoded together.
     """
     first, *_ = plans
     if not isinstance(first.config, AnnouncingCodec):
@@ -66,12 +61,10 @@ class Encoder(Generic[Array]):
 
     Args:
         arenas, payloads: one for each shard, or one.
-        codec: encodes the arrays.
         collective: the ranks that send the same pieces. None: only this rank sends them.
 
     Attributes:
         stages: exchange stages that a bucket takes before it is encoded.
-        waits: whether announcements are sent, and the payloads are not filled yet.
     """
 
     def __init__(

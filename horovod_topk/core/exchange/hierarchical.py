@@ -80,13 +80,7 @@ class Groups(Generic[Array]):
 
 
 class HierarchicalExchange(Exchange[Array]):
-    """Gradients are summed dense within a node, and sent sparse between nodes.
-
-    Args:
-        collective: all ranks.
-        groups: the groups that this rank exchanges in.
-        because: `Exchange.because`.
-    """
+    """Gradients are summed dense within a node, and sent sparse between nodes."""
 
     kind = "hierarchical"
 
@@ -206,10 +200,7 @@ class HierarchicalBucket(BucketExchange[Array]):
     """`BucketExchange` of one bucket: `reduce`, `gather` and `spread`.
 
     Args:
-        plan: the bucket, split among owners.
         owned: arenas of the owner's residual, if this rank owns shards.
-        codec: encodes and decodes the bucket.
-        groups: the groups that this rank exchanges in.
     """
 
     def __init__(

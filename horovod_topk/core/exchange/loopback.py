@@ -27,8 +27,6 @@ class Loopback(Generic[Array]):
     """The network between `size` ranks.
 
     Args:
-        size: number of ranks.
-        ops: the array operations of what is sent.
         patience: seconds that a rank waits for others, if each has its thread.
         locations: location of each rank; None: each is on a node of its own.
     """
@@ -68,11 +66,7 @@ class Loopback(Generic[Array]):
         return key
 
     def receive(self, rank: int, key: Key, joined: Joined[Array]) -> Array:
-        """The data that a rank receives from a collective.
-
-        Raises:
-            TimeoutError: a rank has not started the collective.
-        """
+        """The data that a rank receives from a collective."""
         with self._changed:
             posted = self._posted[key]
             if not self._changed.wait_for(lambda: len(posted) == self.size, self.patience):

@@ -54,11 +54,7 @@ class Meets(Protocol):
 
 
 def limit() -> float:
-    """Seconds that a rank waits in a meeting.
-
-    Raises:
-        ConfigError: the environment variable is not a number above 0.
-    """
+    """Seconds that a rank waits in a meeting."""
     text = os.environ.get(VARIABLE, str(LIMIT))
     try:
         seconds = float(text)
@@ -82,15 +78,8 @@ def wait_until(
 ) -> None:
     """Wait until a meeting is over; say so in the log if that takes long.
 
-    Args:
-        done: whether it is over; called again and again.
-        name: the meeting's name.
-        rank: this rank.
-        missing: returns the ranks that have not come; empty: they are not known.
-        patient: see `Meets.meet`.
-
-    Raises:
-        MissingRanksError: it is not over at the limit.
+    missing: returns the ranks that have not come; empty: they are not known.
+    patient: see `Meets.meet`.
     """
     seconds = max(limit(), IN_A_STEP) if patient else limit()
     began, pause, is_said = time.monotonic(), _PAUSE, False

@@ -35,12 +35,7 @@ def elastic() -> bool:
 def check_elastic(config: Settings, *, in_graphs: bool = False) -> None:
     """Refuse exchanges that need a fixed number of ranks, in an elastic job.
 
-    Args:
-        config: the settings.
-        in_graphs: whether steps run in graphs that are not built again when ranks change.
-
-    Raises:
-        ConfigError: the job is elastic, and the exchange needs a fixed number of ranks.
+    in_graphs: whether steps run in graphs that are not built again when ranks change.
     """
     exchange = config.exchange
     if not elastic():
@@ -60,12 +55,7 @@ def check_elastic(config: Settings, *, in_graphs: bool = False) -> None:
 
 
 def check_kept(manager: object | None, what: str) -> None:
-    """Refuse a setting that ranks which join an elastic job would not know.
-
-    Raises:
-        ConfigError: the job is elastic, and `manager` is None: no elastic state sends the setting
-            to ranks that join.
-    """
+    """Refuse a setting that ranks which join an elastic job would not know."""
     if elastic() and manager is None:
         raise ConfigError(
             f"{what} ranks that join this elastic job would not hear",
@@ -74,22 +64,14 @@ def check_kept(manager: object | None, what: str) -> None:
 
 
 def check_steps_kept(config: Settings, manager: object | None) -> None:
-    """Refuse settings that depend on past steps, which joining ranks would not know.
-
-    Raises:
-        ConfigError: as `check_kept`.
-    """
+    """Refuse settings that depend on past steps, which joining ranks would not know."""
     for setting in ("warmup", "schedule", "guard"):
         if getattr(config, setting) is not None:
             check_kept(manager, f"{setting}= counts steps, of which")
 
 
 def check_all_exchange(process_set: Any) -> None:
-    """Refuse an optimizer of only some of the ranks in an elastic state, which needs all ranks.
-
-    Raises:
-        ConfigError: the optimizer's process set is not the global one.
-    """
+    """Refuse an optimizer of only some of the ranks in an elastic state, which needs all ranks."""
     if process_set.process_set_id != 0:
         raise ConfigError(
             f"the optimizer's gradients are exchanged in process set {process_set.process_set_id}, "

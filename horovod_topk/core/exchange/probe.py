@@ -29,14 +29,7 @@ class Probed:
 
 
 class Probe(Generic[Array]):
-    """Exchanges one bucket dense, in one step out of `every`.
-
-    Args:
-        every: steps from one probe to the next.
-        collective: collectives of the ranks that exchange.
-        ops: operations on the arrays.
-        name: prefix of the collectives' names, equal on all ranks.
-    """
+    """Exchanges one bucket dense, in one step out of `every`."""
 
     def __init__(self, every: int, collective: Collective[Array], ops: Ops[Array], name: str):
         self._every, self._collective, self._ops, self._name = every, collective, ops, name

@@ -129,10 +129,6 @@ class Storage(Generic[Array]):
 class BucketExchange(abc.ABC, Generic[Array]):
     """The exchange of one bucket, sent and received step after step.
 
-    Args:
-        arenas: the arenas that a commit swaps.
-        codec: encodes and decodes the bucket.
-
     Attributes:
         stages: how many times `advance` is called before `receive`.
     """
@@ -330,12 +326,8 @@ def plan_of_arrays(
 ) -> BucketPlan:
     """The plan of arrays that are sent whole, one for each tensor of a bucket.
 
-    Args:
-        bucket: the bucket.
-        counts: number of elements of each array.
-        identity: what readers must have in common; see `lay_out`.
-        dtype: of the arrays; empty: that of the bucket's residuals.
-        measures: names of the measures that travel with them.
+    identity: what readers must have in common; see `lay_out`.
+    dtype: of the arrays; empty: that of the bucket's residuals.
     """
     parts = []
     for position, (piece, count) in enumerate(zip(bucket.tensors, counts, strict=True)):
@@ -363,15 +355,7 @@ def ring_allreduce_bytes(dense_bytes: int, ranks: int) -> int:
 
 
 def check_gathered(total: int, name: str) -> None:
-    """Refuse an allgather of more bytes than Horovod can count: it would write to wrong addresses.
-
-    Args:
-        total: bytes that each rank receives.
-        name: name of the collective.
-
-    Raises:
-        TensorTooLargeError: they are more than 2^31 - 1.
-    """
+    """Refuse to gather more bytes than Horovod can count: it would write to wrong addresses."""
     if total > LARGEST_SPLIT:
         raise TensorTooLargeError(
             f"each rank receives {total} bytes in the allgather {name}, and Horovod can count "
@@ -382,11 +366,7 @@ def check_gathered(total: int, name: str) -> None:
 
 
 def check_split(bucket: BucketPlan, size: int, unit: str) -> None:
-    """Refuse a bucket that is too large for an alltoall or a reduce-scatter.
-
-    Raises:
-        TensorTooLargeError: a part has more than 2^31 - 1 elements or bytes.
-    """
+    """Refuse a bucket that is too large for an alltoall or a reduce-scatter."""
     if size > LARGEST_SPLIT:
         largest = max(bucket.tensors, key=lambda tensor: tensor.spec.numel).spec
         raise TensorTooLargeError(

@@ -81,12 +81,7 @@ def round_plans(bucket: BucketPlan) -> list[BucketPlan]:
 
 
 class ReduceExchange(Exchange[Array]):
-    """Arrays of a method of rounds are summed by another exchange, round after round.
-
-    Args:
-        by: the exchange that carries the arrays of each round, which are sent whole: sharded, an
-            allgather or Horovod's allreduce.
-    """
+    """Arrays of a method of rounds are summed by another exchange, round after round."""
 
     def __init__(self, by: Exchange[Array]) -> None:
         super().__init__(by.collective, by.nodes, by.because)
@@ -131,9 +126,6 @@ class ReducedBucket(BucketExchange[Array]):
     """`BucketExchange` of a method of rounds: one round after another.
 
     Args:
-        bucket: the bucket, whose method has rounds.
-        own: this rank's memory for the bucket.
-        codec: encodes and decodes the arrays of each round.
         by: the exchange that carries them.
     """
 

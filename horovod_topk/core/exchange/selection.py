@@ -67,12 +67,7 @@ def make_exchange(
 ) -> Exchange[Array]:
     """Make an exchange by its name.
 
-    Args:
-        kind: "allgather", "sharded", "hierarchical", "reduce" or "allreduce".
-        collective: all ranks.
-        nodes: the ranks of each node; required for "hierarchical".
-        because: why it was selected, if the user did not name it.
-        in_rounds: `Method.in_rounds`.
+    nodes: the ranks of each node; required for "hierarchical".
     """
     if kind in _OVER_ALL:
         made = _OVER_ALL[kind](collective, nodes, because)
@@ -126,11 +121,7 @@ def choose(
 
 
 def check_owners(exchanges: Sequence[Exchange[Any]]) -> None:
-    """Refuse optimizers whose residuals belong to different owners: a state dict has one kind.
-
-    Raises:
-        ConfigError: exchange="auto" has selected exchanges with owners that differ.
-    """
+    """Refuse optimizers whose residuals belong to different owners: a state dict has one kind."""
     kinds = {str(each.owner): each.kind for each in exchanges if each.parts}
     if len(kinds) > 1:
         raise ConfigError(

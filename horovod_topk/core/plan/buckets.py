@@ -278,13 +278,8 @@ def make_plan(
 ) -> Plan:
     """Plan the exchange of `specs`, given in the order in which their gradients become ready.
 
-    Args:
-        specs: the spec of every gradient, with unique names.
-        config: the method's settings.
-        reduction: "average" or "sum".
-        groups: the user's buckets; specs in none of them fill default buckets.
-        names: all names that patterns of `config.ratios` may match, if more than `specs`.
-        update_rule: what is kept and sent for the optimizer's update; None: nothing.
+    groups: the user's buckets; specs in none of them fill default buckets.
+    names: all names that patterns of `config.ratios` may match, if more than `specs`.
 
     Raises:
         DuplicateNameError, UnsupportedDtypeError, TensorTooLargeError, ConfigError: see the
@@ -388,18 +383,13 @@ def lay_out(
     """Lay out a payload of tensors or shards, one after another in the arenas and in the body.
 
     Args:
-        ordinal: the bucket's ordinal.
         parts: the tensors or shards; their positions are set here.
         direction: see `Codec.piece`.
-        config: the method.
-        reduction: "average" or "sum".
         alignment: elements; every part begins at a multiple of it in the arenas, and of a block
             of residuals that have blocks.
         owners: number of owners that the gradients are split among.
         identity: anything else that readers must have in common; enters the digest.
         part: owner whose shards it carries.
-        measures: names of the measures in each payload.
-        update_rule: what is kept and sent for the optimizer's update.
     """
     config = config.narrowed([each.spec.name for each in parts])
     alignment = max(alignment, BLOCK.get(config.residuals, 1))

@@ -66,7 +66,6 @@ def pack(committed: Any, level: int, state: Any, rates: Any = 0) -> Any:
     """The facts as one number below 2^32: of Python's integers, or of int64 scalars in a graph.
 
     Args:
-        committed: number of committed steps.
         level: how many levels the ratio is below that of the settings.
         state: digest of the state that ranks have in common.
         rates: digest of learning rates; 0: residuals follow none.

@@ -123,9 +123,6 @@ def check_counts(received: Sequence[int], planned: int, name: str) -> None:
     """Refuse gradients whose numbers of elements differ from the plan's.
 
     received: number of elements from each rank in the collective `name`.
-
-    Raises:
-        PayloadError: a rank sent another number of elements.
     """
     for position, count in enumerate(received):
         if count != planned:

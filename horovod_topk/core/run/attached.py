@@ -37,7 +37,6 @@ class Attached(Generic[Kept]):
         process_set: Horovod's process set of the ranks that exchange gradients; None: this rank
             exchanges, also if it is alone.
         reduction: "average" or "sum" over ranks.
-        label: name of the optimizer in messages.
         reason: why nothing is compressed, if it is known before.
     """
 
@@ -278,7 +277,6 @@ class ByHorovod(Attached[Any]):
 
     Args:
         name: Horovod's compression, "none" or "fp16".
-        framework: "torch" or "tensorflow".
     """
 
     def __init__(self, name: str, framework: str) -> None:

@@ -133,9 +133,7 @@ class BaseCompressor(abc.ABC):
     def named(cls, name: str, module: str) -> type[Self]:
         """Create the compressor class of a method in `horovod_topk.methods.METHODS`.
 
-        Args:
-            name: name of the compressor, such as "Dense".
-            module: module that users import it from, such as `horovod_topk.torch`.
+        module: module that users import it from, such as `horovod_topk.torch`.
 
         Raises:
             AdapterImportError: there is no such method, but one of a similar name.
@@ -216,11 +214,7 @@ class BaseCompressor(abc.ABC):
 
     @classmethod
     def _is_not_attached(cls, *model: Any, **others: Any) -> Any:
-        """Refuse: only the compressors of `horovod_topk.ddp` are attached to a model.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse: only the compressors of `horovod_topk.ddp` are attached to a model."""
         raise ConfigError(
             f"horovod_topk.{cls.adapter}.{cls.__name__} is passed to Horovod, as compression=",
             cure=f"For DistributedDataParallel write from horovod_topk.ddp import {cls.__name__}",
@@ -247,11 +241,7 @@ class BaseCompressor(abc.ABC):
 
     @property
     def behind(self) -> Attached[Any]:
-        """The error-feedback state of the one optimizer that uses this instance.
-
-        Raises:
-            NotAttachedError: no optimizer uses it, or several do.
-        """
+        """The error-feedback state of the one optimizer that uses this instance."""
         if name := horovods():
             return ByHorovod(name, self.framework)
         if len(self._living_states()) > 1:
@@ -288,9 +278,6 @@ class OverHorovod(BaseCompressor):
         """Refuse to compress a single tensor: a tensor outside an optimizer has no residual.
 
         Where the environment asks for Horovod's own compression, it compresses the tensor.
-
-        Raises:
-            OutsideOptimizerError: otherwise.
         """
         if name := horovods():
             return getattr(cls.horovod.Compression, name).compress(tensor)  # type: ignore[no-any-return]

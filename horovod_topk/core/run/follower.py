@@ -43,7 +43,6 @@ class Follower(Protocol[Array]):
 
         Args:
             exchanged: the gradients of all ranks, times `gain`; they may be written.
-            gain: factor of the exchanged gradients.
             ranks: number of ranks, whose gradients are added up or averaged.
             message: what the ranks have sent: bytes of float32, one row a rank; None without a
                 message.

@@ -53,10 +53,6 @@ def guarded(config: Method, deferred: Mapping[str, str]) -> Method:
     """Use a guard by default, unless nothing is compressed.
 
     Elastic jobs have no guard by default, as ranks that join may not know its state.
-
-    Args:
-        config: the settings.
-        deferred: names of the settings that the user has left to the compressor.
     """
     is_left = "guard" in deferred and config.ratio < 1.0 and not elastic()
     return replace(config, guard=Guard()) if is_left else config
@@ -78,13 +74,8 @@ def fitted(
     Adams did not recover from one near the largest stable learning rate. Elastic jobs have none, as
     ranks that join may not know the number of steps.
 
-    Args:
-        config: the settings.
-        deferred: names of the settings that the user has left to the compressor.
-        kind: name of the optimizer's class.
-        why_left: returns why this optimizer's steps cannot depend on arrivals; empty: they can.
-        ratio: the default for optimizers of this family; None: that of the settings.
-        is_linear: whether its steps are linear in the gradient.
+    why_left: returns why this optimizer's steps cannot depend on arrivals; empty: they can.
+    ratio: the default for optimizers of this family; None: that of the settings.
 
     Returns:
         The settings, and why the steps do not depend on arrivals; None: they do; empty: the user
@@ -119,19 +110,11 @@ def check_once(
     """Refuse momentum correction for an optimizer that applies a momentum itself.
 
     Args:
-        kind: name of the optimizer's class.
-        momentum: the momentum that is corrected.
-        nesterov: whether it is Nesterov's.
         where: "the optimizer", or which part of it.
-        setting: name of its momentum argument.
-        shown: value of that argument.
         applies: whether that value means any momentum.
         off: argument that turns momentum off.
         normalises: whether it divides by the root of a mean square, as Adam.
         besides: added to the cure of an error.
-
-    Raises:
-        ConfigError: the optimizer applies a momentum, or has no form that is Nesterov's.
     """
     if normalises and nesterov:
         raise ConfigError(
@@ -177,12 +160,7 @@ def note_adapted(kind: str, *, is_known: bool) -> tuple[str, ...]:
 def warn_of_clipping(momentum: float, seen: str) -> str:
     """Warn that clipping after the exchange clips velocities, and makes SGD's steps smaller.
 
-    Args:
-        momentum: the momentum that is corrected.
-        seen: clause of the sentence that says how gradients are clipped.
-
-    Returns:
-        The warning.
+    seen: clause of the sentence that says how gradients are clipped.
     """
     factor = 1.0 / (1.0 - momentum)
     return _warned(
@@ -197,14 +175,8 @@ def warn_of_clipping(momentum: float, seen: str) -> str:
 def advise(kind: str, config: Method, why: str, *, normalises: bool) -> tuple[str, ...]:
     """Warn about an optimizer whose steps are not adapted to gradients that arrive late.
 
-    Args:
-        kind: name of the optimizer's class.
-        config: the settings for this optimizer.
-        why: why "auto" has left it as it is; empty: it has not.
-        normalises: whether it is an Adam or AdamW with momentum.
-
-    Returns:
-        The warnings that were given: one or none.
+    why: why "auto" has left it as it is; empty: it has not.
+    normalises: whether it is an Adam or AdamW with momentum.
     """
     if config.momentum or not config.error_feedback or _why_not_late(config):
         return ()
@@ -225,12 +197,7 @@ def _warn_of_plain(kind: str) -> str:
 def warn_of_unknown(kind: str, why: str) -> str:
     """Warn that an optimizer's steps do not take into account that gradients arrive late.
 
-    Args:
-        kind: name of the optimizer's class.
-        why: clause of the sentence that says why they do not.
-
-    Returns:
-        The warning.
+    why: clause of the sentence that says why they do not.
     """
     return _warned(
         f"TopKEF does not adapt the steps of {kind}: {why}. Elements that wait arrive late and all "

@@ -51,13 +51,8 @@ class StepRunner(State[Array]):
 
     Args:
         plan: the tensors, at the ratio of the settings.
-        ops, codec, exchange: compute, encode and exchange arrays.
-        name: prefix of the collectives' names, equal on all ranks.
         timer: measures the seconds of each step; None: a timer that measures no collective.
         followers: those of the buckets, if the update depends on exchanges.
-
-    Raises:
-        UnsupportedDtypeError: momentum is corrected, and no velocity can be kept for a gradient.
     """
 
     plan: Plan
@@ -392,12 +387,6 @@ class StepRunner(State[Array]):
         """Switch to another ratio level, while no bucket is under way.
 
         A method's state keeps the layout that it has at the ratio of the settings.
-
-        Args:
-            ratio: ratio of the level.
-            adapts: whether the update depends on exchanges at this level.
-            exchange: how gradients travel at this level.
-            allocation: which share of its elements each tensor sends.
         """
         settings = self.schedule.settings(ratio, allocation)
         if exchange is not self._usual:

@@ -58,10 +58,6 @@ def refusing_join(live: Callable[[], Iterable[Labelled]]) -> Callable[[Function]
 def reduction_of(op: object, hvd: Any) -> str:
     """The name of Horovod's reduction in plans: "average" or "sum".
 
-    Args:
-        op: one of Horovod's reductions, which are numbers.
-        hvd: `horovod.torch` or `horovod.tensorflow`.
-
     Raises:
         UnsupportedOperationError: it is neither an average nor a sum.
     """

@@ -75,20 +75,14 @@ class State(Counting[Array]):
     """Error-feedback state of one optimizer, which lasts from step to step.
 
     Args:
-        config: the settings.
-        reduction: "average" or "sum" over ranks.
-        ops: operations on the arrays.
         counter: stores the number of committed steps, the ratio asked for and the decision.
         update_rule: what is kept and sent for the optimizer's update, if anything.
 
     Attributes:
-        plan: the plan of the last step; None: no tensor is known yet.
-        exchange: how payloads travel; None: the exchange is not selected yet.
         parts: "residuals", "owned" if this exchange has owners, "velocity" with momentum.
         later: names of tensors that may still become known.
         rates: learning rates for rescaling residuals; None: residuals are not rescaled.
         ranks_before: number of ranks in the last step; None: there was no step.
-        guard: the guard, which may end compression.
         allocation: which share of its elements each tensor sends; empty: all have the same ratio.
     """
 
@@ -164,11 +158,8 @@ class State(Counting[Array]):
     ) -> str:
         """Let the schedule and the guard decide at the end of a step, before it is counted.
 
-        Args:
-            plan: the plan of the step.
-            by_bucket: measures of all ranks, for each bucket ordinal.
-            flagged: names of tensors with a NaN or an infinity on some rank.
-            committed: whether the step was committed.
+        by_bucket: measures of all ranks, for each bucket ordinal.
+        flagged: names of tensors with a NaN or an infinity on some rank.
 
         Returns:
             The guard's rule that ends compression with this step; empty: none does.
@@ -193,9 +184,7 @@ class State(Counting[Array]):
     def allocate(self, plan: Plan, squares: Mapping[str, Array]) -> None:
         """Allocate bytes to tensors by the exchanged gradients of a committed step.
 
-        Args:
-            plan: the tensors, at the ratio of the settings.
-            squares: sum of squares of each tensor's exchanged gradient, [1] float32.
+        squares: sum of squares of each tensor's exchanged gradient, [1] float32.
         """
         if squares:
             rule = self.update_rule
@@ -227,9 +216,7 @@ class State(Counting[Array]):
 
         Warns once if elements of the residual may be too large for float16: their norm is.
 
-        Args:
-            squares: sums over all tensors, on the host.
-            decay: largest ratio over tensors of the learning rate to its largest value so far.
+        decay: largest ratio over tensors of the learning rate to its largest value so far.
         """
         self.sample = NormSample.of(squares)
         self.guard.sample((self.sample.residual_norm_ratio or 0.0) * decay)
@@ -289,9 +276,6 @@ class State(Counting[Array]):
 
         Call it on every rank, between the same two steps. Residuals stay as they are; a step at 1.0
         sends all of them.
-
-        Raises:
-            ConfigError: `ratio` is not a ratio level; see `core.control.schedule`.
         """
         if ratio is not None:
             self.schedule.check(ratio)
@@ -299,11 +283,7 @@ class State(Counting[Array]):
         self.counter.asked = ratio
 
     def probe_every(self, every: int | None) -> None:
-        """Compare a bucket with dense in one step of `every`; None: in none.
-
-        Raises:
-            ConfigError: these steps have no probe.
-        """
+        """Compare a bucket with dense in one step of `every`; None: in none."""
         if every is not None:
             raise ConfigError(
                 f"probe(every={every}) was called, and TensorFlow has no probe",
@@ -381,11 +361,7 @@ class State(Counting[Array]):
         return state
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state dict that does not fit the tensors known so far.
-
-        Raises:
-            StateDictError: it does not fit; nothing has changed.
-        """
+        """Refuse a state dict that does not fit the tensors known so far."""
         check_velocity(bool(self.config.momentum), state)
         committed_of(state, 0)
         asked_of(state)
@@ -480,11 +456,7 @@ class State(Counting[Array]):
             self.rates.load(saved)
 
     def meet(self, names: Collection[str]) -> None:
-        """Copy loaded state to tensors that have just become known.
-
-        Raises:
-            StateDictError: the loaded state does not fit.
-        """
+        """Copy loaded state to tensors that have just become known."""
         others = {*self.later, *self.specs()} - set(names)
         if self._waiting:
             mine = self.wrapped(without(self._waiting, others))
@@ -521,11 +493,7 @@ class State(Counting[Array]):
         self.reset()
 
     def residual(self, name: str) -> Array:
-        """A copy of one tensor's residual, flat.
-
-        Raises:
-            KeyError: no such tensor is compressed.
-        """
+        """A copy of one tensor's residual, flat."""
         return self._ops.clone(self.parts[RESIDUALS].residual(name))
 
     def _packed(self, key: str) -> dict[str, Any]:

@@ -65,10 +65,7 @@ class Step(Generic[Array]):
     """Runs the steps of one optimizer, one after another, under one plan.
 
     Args:
-        plan: the buckets.
         storage: returns each bucket's memory.
-        ops, codec, exchange: compute, encode and exchange arrays.
-        name: prefix of the collectives' names, equal on all ranks.
         number: returns a measure of the whole rank; see `core.codec.measures`.
         timer: gets the seconds of encoding and decoding, if steps run on the host.
         followers: those of the buckets, if the update depends on exchanges.
@@ -133,9 +130,7 @@ class Step(Generic[Array]):
     def begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its first collective. Writes no gradient and no residual.
 
-        Args:
-            ordinal: the bucket.
-            gradients: one a tensor, in the plan's order, of the planned shapes.
+        gradients: one a tensor, in the plan's order, of the planned shapes.
         """
         bucket, timer = self._buckets[ordinal], self._timer
         if self.probe is not None:

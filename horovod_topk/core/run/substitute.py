@@ -54,11 +54,7 @@ class Substitute:
 
 
 def parse(text: str) -> Substitute:
-    """Parse a compressor, such as "TopKEF(ratio=0.01)".
-
-    Raises:
-        ConfigError: it is not a compressor, or one of its settings is not valid.
-    """
+    """Parse a compressor, such as "TopKEF(ratio=0.01)"."""
     if text.strip() in HOROVODS:
         return Substitute(text.strip(), {})
     name, settings = call_of(text, {**SCHEDULES, "Guard": Guard})
@@ -74,12 +70,7 @@ def parse(text: str) -> Substitute:
 def call_of(text: str, kinds: Mapping[str, type]) -> tuple[str, dict[str, Any]]:
     """The name and the keywords of a call, or of a name alone.
 
-    Args:
-        text: the call.
-        kinds: classes by name whose objects may be values: their settings are literals.
-
-    Raises:
-        ConfigError: it is no such call.
+    kinds: classes by name whose objects may be values: their settings are literals.
     """
     cure = "Write it as in TopKEF(ratio=0.01, values='int8'): keywords, with literals as values"
     try:
@@ -103,11 +94,7 @@ def call_of(text: str, kinds: Mapping[str, type]) -> tuple[str, dict[str, Any]]:
 
 
 def _value(node: ast.expr, kinds: Mapping[str, type]) -> Any:
-    """Evaluate a literal, or an object of a known class with literals as settings.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Evaluate a literal, or an object of a known class with literals as settings."""
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
     kind = kinds.get(node.func.id) if isinstance(node.func, ast.Name) else None
@@ -117,11 +104,7 @@ def _value(node: ast.expr, kinds: Mapping[str, type]) -> Any:
 
 
 def substitute() -> Substitute | None:
-    """Return the compressor in the environment variable; None: it is not set.
-
-    Raises:
-        ConfigError: the variable is not a compressor.
-    """
+    """Return the compressor in the environment variable; None: it is not set."""
     text = os.environ.get(VARIABLE)
     return None if text is None else _parsed(text)
 
@@ -137,23 +120,14 @@ def horovods() -> str | None:
 
 @functools.cache
 def announce(asked: str, script: str) -> None:
-    """Log once that a script's compressor is replaced.
-
-    Args:
-        asked: the compressor in the environment variable.
-        script: name of the script's compressor.
-    """
+    """Log once that a script's compressor is replaced."""
     if reporting.launched_rank() in (None, 0):
         log.warning("%s=%s takes the place of the script's %s", VARIABLE, asked, script)
     reporting.note("compressor", used=asked, script=script)
 
 
 def check_replaceable(settings: Mapping[str, Any]) -> None:
-    """Refuse to replace a compressor that applies momentum or clipping for the script.
-
-    Raises:
-        ConfigError: a setting would be missing from dense training.
-    """
+    """Refuse to replace a compressor that applies momentum or clipping for the script."""
     momentum = settings.get("momentum", 0)
     if is_pair(momentum) or momentum not in (0, AUTO):
         raise ConfigError(

@@ -82,7 +82,6 @@ class Rates:
 
     Args:
         now: returns the learning rates of the step that begins now, without communication.
-        fall: returns `fall_of` a tensor, by its name.
     """
 
     def __init__(
@@ -145,12 +144,8 @@ def next_units(
 ) -> tuple[Any, Any, Any]:
     """Return L', the largest rate, and whether they count: of numbers, or arrays of a framework.
 
-    Args:
-        rate: the learning rate of a step.
-        before: L, in whose units the residual is; 0: not known.
-        largest: the largest rate before the step; 0: not known.
-        fall: `fall_of` the tensor.
-        maximum: returns the larger of two numbers.
+    before: L, in whose units the residual is; 0: not known.
+    largest: the largest rate before the step; 0: not known.
     """
     unit = maximum(rate, fall * before)
     return unit, maximum(rate, largest), (rate > 0.0) & is_unit(unit)

@@ -89,11 +89,7 @@ class NamedState(Generic[Array]):
         return {SHARED: self.spec.shared} | ({OPTIONAL: True} if self.spec.optional else {})
 
     def residual(self, name: str) -> Array:
-        """One tensor's array, flat: a view, or a copy if it has several pieces or none.
-
-        Raises:
-            KeyError: no such tensor.
-        """
+        """One tensor's array, flat: a view, or a copy if it has several pieces or none."""
         pieces, spec = self.pieces[name], self.specs[name]
         if len(pieces) == 1:
             return pieces[0].read()
@@ -161,10 +157,6 @@ class NamedState(Generic[Array]):
         zero; for a tensor that has left the plan here, the state may have a residual of zeros.
 
         names: the tensors to check; None: all.
-
-        Raises:
-            StateDictError: the version differs, a tensor is missing, unknown or of another shape,
-                or a tensor that has left the plan here has a residual that is not zero.
         """
         gone = released_of(state) - set(state.get("residuals", ()))
         specs = [

@@ -29,11 +29,7 @@ def pending(
 ) -> dict[str, Array]:
     """Add up all residuals of a job, in units of the applied gradient: flat, float64, by name.
 
-    Args:
-        states: the state dict of every rank, in any order; only one at a time is in memory.
-        ranks: number of ranks.
-        reduction: "average" or "sum".
-        ops: operations on the arrays.
+    states: the state dict of every rank, in any order; only one at a time is in memory.
     """
     shared, applied = dict[str, Array](), dict[str, Array]()
     for state in states:
@@ -54,12 +50,8 @@ def share_out(
 ) -> dict[str, Any]:
     """Make this rank's state dict, so that all ranks' residuals add up to `total`.
 
-    Args:
-        total: the result of `pending`; tensors without an entry get no residual.
-        own: this rank's present state dict, which shows which residuals it keeps.
-        ranks: number of ranks that share the total.
-        reduction: "average" or "sum".
-        ops: operations on the arrays.
+    total: the result of `pending`; tensors without an entry get no residual.
+    own: this rank's present state dict, which shows which residuals it keeps.
     """
     share = _share(reduction, ranks)
     state = dict(own)
@@ -82,12 +74,7 @@ def share_out(
 
 
 def rescaling(reduction: str, before: int, after: int) -> float:
-    """The factor for residuals when ranks have left, or have joined with residuals of zero.
-
-    Args:
-        reduction: "average" or "sum".
-        before, after: number of ranks before and after.
-    """
+    """The factor for residuals when ranks have left, or have joined with residuals of zero."""
     return _share(reduction, before) / _share(reduction, after)
 
 

@@ -163,12 +163,7 @@ class _Narrow(_Arena[Array]):
 
 
 class Arenas(Generic[Array]):
-    """The two arenas of one bucket, each of `plan.numel` elements of `plan.residual_dtype`.
-
-    Args:
-        plan: the bucket.
-        residual, candidate: the arrays.
-    """
+    """The two arenas of one bucket, each of `plan.numel` elements of `plan.residual_dtype`."""
 
     def __init__(self, plan: BucketPlan, residual: Array, candidate: Array) -> None:
         self.plan, self._verbs = plan, cast("Ops[Array] | None", None)
@@ -252,13 +247,7 @@ class Arenas(Generic[Array]):
 
 
 class NarrowArenas(Arenas[Array]):
-    """Arenas that store their elements in fewer bits, in a `coding` of values.
-
-    Args:
-        plan: the bucket.
-        kind: the coding.
-        ops: operations on the arrays.
-    """
+    """Arenas that store their elements in fewer bits, in a `coding` of values."""
 
     _residual: _Narrow[Array]
     _candidate: _Narrow[Array]
@@ -343,8 +332,6 @@ class ResidualRegistry(NamedState[Array]):
     """`NamedState` in arenas, for all tensors of a plan. New residuals are zero.
 
     Args:
-        plan: the plan of all tensors.
-        ops: operations on the arenas.
         holders: returns the plans whose arenas together hold a bucket's residuals: the bucket
             itself, one plan for each shard, or none where a rank keeps no residuals.
         stored: `NamedState.stored`; the plan's tensors have to begin at multiples of its block.

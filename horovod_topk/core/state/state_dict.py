@@ -116,9 +116,6 @@ def shared_out(
     now, and the counters of the first one to each if their number differs.
 
     names: of each optimizer's tensors. What is of no optimizer is left to the first one, to refuse.
-
-    Raises:
-        StateDictError: the counters are no list of dictionaries.
     """
     counters = state.get(OPTIMIZERS, [])
     if not (isinstance(counters, list) and all(isinstance(each, dict) for each in counters)):
@@ -205,16 +202,8 @@ def check_state(
 ) -> None:
     """Refuse a state dict that is not of these tensors.
 
-    Args:
-        state: the state dict.
-        specs: the tensors.
-        ops: operations on its arrays.
-        besides: names of other tensors that the state dict may have.
-        largest: the norm that arrays may have, at most.
-
-    Raises:
-        StateDictError: the version differs, a tensor is missing, unknown or of another shape, or
-            an array has a NaN or an infinity, or too large a norm.
+    besides: names of other tensors that the state dict may have.
+    largest: the norm that arrays may have, at most.
     """
     absent = {"version", "shapes", "residuals"} - set(state)
     if absent:
@@ -283,9 +272,6 @@ def check_origin(state: Mapping[str, Any], specs: Iterable[TensorSpec], reductio
 
     A node owner's residual has the shape of its shard, and tensors of different shapes may have
     shards of equal shape. So `checkpoint.save` notes the shapes of whole tensors.
-
-    Raises:
-        StateDictError: a shape or the reduction differs.
     """
     for spec in specs:
         saved, shape = state.get("tensors", {}).get(spec.name), list(spec.shape)
@@ -307,11 +293,7 @@ def check_origin(state: Mapping[str, Any], specs: Iterable[TensorSpec], reductio
 def check_nothing_is_owed(
     residuals: Mapping[str, Any], released: Iterable[str], ops: Ops[Any]
 ) -> None:
-    """Refuse non-zero residuals of tensors that have left the plan here.
-
-    Raises:
-        StateDictError: a residual is not zero, and would be lost.
-    """
+    """Refuse non-zero residuals of tensors that have left the plan here."""
     for name in sorted({*released} & {*residuals}):
         norm = ops.norm(residuals[name])
         if norm != 0.0:
@@ -324,11 +306,7 @@ def check_nothing_is_owed(
 
 
 def released_of(state: Mapping[str, Any]) -> set[str]:
-    """The tensors that had left the plan when a state dict was made.
-
-    Raises:
-        StateDictError: the entry is not a list of names.
-    """
+    """The tensors that had left the plan when a state dict was made."""
     released = state.get(RELEASED, [])
     if not (isinstance(released, list) and all(isinstance(name, str) for name in released)):
         raise refused(f"{released!r} were released, which is no list of names")
@@ -336,11 +314,7 @@ def released_of(state: Mapping[str, Any]) -> set[str]:
 
 
 def check_can_apply(state: Mapping[str, Any], method: str, ops: Ops[Any]) -> None:
-    """Refuse residuals for a method that keeps none: it would send them once, altered.
-
-    Raises:
-        StateDictError: a residual is not zero.
-    """
+    """Refuse residuals for a method that keeps none: it would send them once, altered."""
     for part in (state, state.get(OWNED, {})):
         for name, residual in part.get(RESIDUALS, {}).items():
             norm = ops.norm(residual)
@@ -362,18 +336,7 @@ def check_range(
     specs: Iterable[TensorSpec],
     ops: Ops[Any],
 ) -> None:
-    """Refuse values that a state cannot have; arrays of other shapes, and of integers, are ignored.
-
-    Args:
-        name: name of the state.
-        within_range: the range of its values.
-        within: the part of the state dict with its arrays.
-        specs: of the tensors.
-        ops: operations on the arrays.
-
-    Raises:
-        StateDictError: a value is a NaN or an infinity, or out of the state's range.
-    """
+    """Refuse values outside of a state's range; ignore arrays of other shapes, and of integers."""
     least, most = within_range
     for spec in specs:
         array = within.get(RESIDUALS, {}).get(spec.name)
@@ -402,11 +365,7 @@ def check_range(
 
 
 def check_velocity(kept: bool, state: Mapping[str, Any]) -> None:
-    """Refuse a state dict that lacks velocities, or whose velocities would be lost.
-
-    Raises:
-        StateDictError: the state was saved with another setting of `momentum`.
-    """
+    """Refuse a state dict that lacks velocities, or whose velocities would be lost."""
     if kept != ("velocity" in state):
         lacks, has = ("lacks", "has momentum=") if kept else ("has", "has none")
         raise StateDictError(
@@ -423,11 +382,7 @@ def refused(says: str, cure: str = FOREIGN) -> StateDictError:
 
 
 def committed_of(state: Mapping[str, Any], otherwise: int) -> int:
-    """The number of committed steps in a state dict, or `otherwise` if it has none.
-
-    Raises:
-        StateDictError: the entry is not a whole number from 0 to 2^62 - 1.
-    """
+    """The number of committed steps in a state dict, or `otherwise` if it has none."""
     committed = state.get(COMMITTED, otherwise)
     if type(committed) is not int or not 0 <= committed < MOST_STEPS:
         limits = f"which is no whole number from 0 to {MOST_STEPS - 1}"
@@ -436,11 +391,7 @@ def committed_of(state: Mapping[str, Any], otherwise: int) -> int:
 
 
 def asked_of(state: Mapping[str, Any]) -> float | None:
-    """The ratio of the last `set_ratio` in a state dict; None: there was none.
-
-    Raises:
-        StateDictError: the entry is not a ratio.
-    """
+    """The ratio of the last `set_ratio` in a state dict; None: there was none."""
     asked = state.get(ASKED)
     if asked is not None and not (type(asked) is float and 0 < asked <= 1):
         raise refused(f"ratio {asked!r} was asked for, which is none in (0, 1]")
@@ -448,11 +399,7 @@ def asked_of(state: Mapping[str, Any]) -> float | None:
 
 
 def decision_of(state: Mapping[str, Any]) -> Sequence[float]:
-    """A schedule's last decision and its memory in a state dict; (): none.
-
-    Raises:
-        StateDictError: the entry is not a list of finite numbers.
-    """
+    """A schedule's last decision and its memory in a state dict; (): none."""
     decision = state.get(DECISION, [])
     if not (are_numbers(decision) and len(decision) <= MEMORY + 1):
         limits = f"which is not a list of {MEMORY + 1} finite numbers at most"
@@ -461,11 +408,7 @@ def decision_of(state: Mapping[str, Any]) -> Sequence[float]:
 
 
 def allocation_of(state: Mapping[str, Any]) -> Mapping[str, int]:
-    """The level of each tensor's share of the elements in a state dict; empty: none is decided.
-
-    Raises:
-        StateDictError: the entry is not a mapping from names to levels.
-    """
+    """The level of each tensor's share of the elements in a state dict; empty: none is decided."""
     levels = state.get(ALLOCATION, {})
     is_mapping = isinstance(levels, Mapping) and all(isinstance(name, str) for name in levels)
     if not (is_mapping and all(type(j) is int and j in SHARES for j in levels.values())):
@@ -493,12 +436,7 @@ def owner_of(owned: Mapping[str, Any] | None) -> Mapping[str, object] | None:
 def check_owner(here: Mapping[str, object] | None, owned: Mapping[str, Any] | None) -> None:
     """Refuse residuals of shards that belong to another rank, as they would be lost.
 
-    Args:
-        here: `Exchange.owner` of this rank, if its exchange has owners.
-        owned: the owned shards in a state dict.
-
-    Raises:
-        StateDictError: the rank, the number of ranks or the nodes differ.
+    here: `Exchange.owner` of this rank, if its exchange has owners.
     """
     saved = owner_of(owned)
     if here != saved:
