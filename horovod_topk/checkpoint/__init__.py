@@ -266,9 +266,6 @@ def _newest(folder: Path, name: str, *, strict: bool = True) -> list[Path]:
     """Files of the newest checkpoint that has those of all ranks, in rank order.
 
     strict: False: if no checkpoint is whole, the only one, with files that are missing.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
     """
     try:
         _wait_for_all(folder, name)

@@ -56,11 +56,6 @@ def share_out(
     """Make this rank's state dict from its share of the other job's residuals.
 
     shards: path and contents of each rank's file; only one at a time is in memory.
-
-    Raises:
-        CheckpointError: the other job had another reduction.
-        StateDictError: the other job had other tensors, a residual that is not finite, or a
-            residual of a tensor that has none any more.
     """
     ops, wrap, unwrap = _arrays(framework)
     common: dict[str, Any] = {}  # entries that are equal in all files

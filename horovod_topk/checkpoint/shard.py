@@ -68,9 +68,6 @@ def write(path: Path, data: bytes, before: Path | None = None) -> None:
     """Write a file so that a crash leaves either the old or the new one.
 
     before: where to move the old file; None: it is replaced.
-
-    Raises:
-        CheckpointError: the file cannot be written; the old one is there still.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -97,9 +94,6 @@ def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
 
     framework: the framework of the arrays to return.
     where: the file, for messages.
-
-    Raises:
-        CheckpointError: the bytes are not a complete, valid file.
     """
     match = _find_digest(data)
     if match is None:

@@ -122,11 +122,7 @@ class DDPState(BackwardState):
         compressor: TrainingCompressor,
         groups: Groups | None = None,
     ) -> None:
-        """Compress for other optimizers from the next backward on; see `inherit`.
-
-        Raises:
-            ConfigError, StateDictError, PlanMismatchError: as `attach`; nothing has changed.
-        """
+        """Compress for other optimizers from the next backward on; see `inherit`."""
         self.check_is_new(optimizers, f", or {REWRAP}")
         for optimizer in optimizers:
             check_has_hooks(optimizer)

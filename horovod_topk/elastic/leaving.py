@@ -21,11 +21,7 @@ class HandsOver(State):  # type: ignore[misc]  # Horovod has no annotations
         return ()
 
     def check_host_updates(self) -> None:
-        """As Horovod's; before its interrupt, which all ranks get, average residuals.
-
-        Raises:
-            HostsUpdatedInterrupt: hosts have been added or removed.
-        """
+        """As Horovod's; before its interrupt, which all ranks get, average residuals."""
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:

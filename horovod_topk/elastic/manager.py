@@ -143,9 +143,6 @@ class Manager:
         """Rescale residuals after ranks have changed. A collective: call it on every rank.
 
         A rank that joins, or that went back to another commit, gets the method's shared state.
-
-        Raises:
-            PlanMismatchError: on every rank, if two ranks have different plans.
         """
         said = self._talk.gather(self._status().pack(), f"{self._name}.reconcile")
         present = Membership([RankStatus.unpack(each) for each in said])
@@ -285,7 +282,7 @@ class Manager:
             )
 
     def _fit(self, present: Membership, files: Sequence[str]) -> int:
-        """Rescale this rank's residual, add its share of lost ranks', and count those it has added."""
+        """Rescale this rank's residual, add those of lost ranks, and return how many it added."""
         state = self._state()
         if state is None or not self.units:
             return 0

@@ -70,11 +70,7 @@ class ResidualStore:
         return lost
 
     def read(self, job: bytes, name: str, framework: str) -> dict[str, Any]:
-        """Read the contents of a file.
-
-        Raises:
-            OSError, CheckpointError: the file is missing, damaged or not of this job.
-        """
+        """Read the contents of a file."""
         path = self._folder / name
         if not self._is_ours(job, name):
             raise _foreign(str(path), "its name is not one of this job's")

@@ -50,12 +50,7 @@ def check_model(model: Any) -> None:
 
 
 def group_of(between: Any, model: nn.Module) -> dist.ProcessGroup:
-    """The process group of the ranks that have the same shard of a model.
-
-    Raises:
-        ConfigError: it is neither a mesh of one dimension nor a process group, or has other ranks
-            with which FSDP2 shards the model.
-    """
+    """The process group of the ranks that have the same shard of a model."""
     if isinstance(between, DeviceMesh):
         if between.ndim != 1:
             raise ConfigError(

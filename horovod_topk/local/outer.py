@@ -89,12 +89,7 @@ def check_tells(rule: Rule, exchange: str) -> None:
 
 @dataclass
 class Told(Generic[Array]):
-    """`core.run.follower.Followers`: what ranks tell each other about a round.
-
-    Attributes:
-        own: this rank's inner steps, and the norm of its movement.
-        heard: the same of all ranks, in rank order; empty if nothing is told.
-    """
+    """`core.run.follower.Followers`: what ranks tell each other about a round."""
 
     ops: Ops[Array]
     own: tuple[float, float] = (0.0, 0.0)

@@ -127,11 +127,7 @@ class Rounds(Generic[Array]):
         self._restart()
 
     def after_step(self) -> Sequence[Fragment[Array]]:
-        """Count an inner step, and make the outer steps that are due.
-
-        Returns:
-            The fragments whose exchange has started; with the last one a round of the model ends.
-        """
+        """Count an inner step, make the outer steps that are due, and return what has started."""
         self.steps += 1
         for fragment in self.fragments:
             fragment.since += 1
@@ -236,12 +232,7 @@ class Rounds(Generic[Array]):
                 fragment.stages += 1
 
     def _finish(self, fragment: Fragment[Array]) -> bool:
-        """Wait for a fragment's exchange, and make its outer step.
-
-        Returns:
-            Whether the weights may keep a share of themselves; not after a round that was rolled
-            back, or without one.
-        """
+        """Wait for a fragment's exchange, and move its anchor; return whether weights may stay."""
         runner, moved = fragment.runner, fragment.moved
         if not moved:
             return self.config.delay > 0

@@ -123,11 +123,7 @@ class LocalConfig:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> LocalConfig:
-        """Make the settings from keyword arguments.
-
-        Raises:
-            UnknownSettingError: there is no such setting.
-        """
+        """Make the settings from keyword arguments."""
         known = [each.name for each in fields(cls)]
         for name in settings.keys() - set(known):
             cure = f"The settings are {', '.join(known)}"

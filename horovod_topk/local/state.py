@@ -52,9 +52,6 @@ def chosen(
 
     preset: the name of published settings, which the others replace; None: there are none.
     compression: a compressor, its class, or None: the preset's, or `TopKEF` with `USUAL`.
-
-    Raises:
-        ConfigError, UnknownSettingError: there are no such settings, or no such compressor.
     """
     module = f"horovod_topk.{compressors.adapter}"
     if preset is not None:
@@ -160,7 +157,7 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
             self.averages = Averages(specs, *own)
 
     def count(self) -> bool:
-        """Count an inner step, start the exchanges that are due, and return whether there are any."""
+        """Count an inner step, make the outer steps that are due, and return whether any began."""
         started = self.rounds.after_step()
         if started and started[-1] is self.rounds.fragments[-1]:
             self._exchange_averages()
@@ -182,11 +179,7 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
         self._is_checked = elastic()
 
     def check_equal(self) -> None:
-        """Compare the first anchors of all ranks, once. A collective.
-
-        Raises:
-            PlanMismatchError: on every rank, if ranks had different weights.
-        """
+        """Compare the first anchors of all ranks, once. A collective."""
         if self._is_checked:
             return
         pairs = [(name, f) for f in self.rounds.fragments for name in f.names]

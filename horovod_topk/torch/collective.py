@@ -83,11 +83,7 @@ class HorovodCollective(ProcessSetRanks):
         super().__init__(process_set, timer or StepTimer())
 
     def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> _Handle:
-        """Start a named allgather of a uint8 tensor; does not block.
-
-        Raises:
-            TensorTooLargeError: Horovod cannot count so many bytes; nothing was sent.
-        """
+        """Start a named allgather of a uint8 tensor; does not block."""
         timer, process_set = self.timer, self._process_set
         if payload.nbytes > UNCHECKED:
             check_gathered(payload.nbytes * self.size if counts is None else sum(counts), name)

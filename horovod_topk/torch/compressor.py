@@ -74,11 +74,7 @@ class Compressor(TrainingCompressor, OverHorovod, HorovodCompressor):  # type: i
         return state
 
     def attached(self, state: TrainingState) -> None:
-        """As `TrainingCompressor.attached`; called by `horovod_topk.torch.seam`.
-
-        Raises:
-            ConfigError: an elastic job's state keeps residuals, but not all ranks exchange.
-        """
+        """As `TrainingCompressor.attached`; called by `horovod_topk.torch.seam`."""
         if self._manager is not None:
             state.keep_with(self._manager)
         super().attached(state)

@@ -110,12 +110,7 @@ def _check_shares_nothing(groups: Any, *, compresses: bool) -> None:
 
 
 def _meet_others(ranks: hvd.ProcessSet, compression: Any) -> None:
-    """Find out whether other ranks compress, as this one leaves gradients to Horovod.
-
-    Raises:
-        PlanMismatchError: another rank compresses them; it raises, too.
-        MissingRanksError: another rank builds no optimizer.
-    """
+    """Find out whether other ranks compress, as this one leaves gradients to Horovod."""
     if elastic() or not ranks.included() or ranks.size() == 1:
         return
     kind = compression if isinstance(compression, type) else type(compression)
@@ -137,9 +132,6 @@ def _compression_of_momentum(asked: Any, op: Any) -> Any:
     """The compressor that exchanges the momentum of a OneBitAdam or OneBitLamb.
 
     asked: the user's `compression=`; Horovod's default selects sharded SignSGD.
-
-    Raises:
-        ConfigError: the compressor is one of Horovod's, or `op` is Sum.
     """
     if op == hvd.Sum:
         raise ConfigError(
@@ -159,14 +151,7 @@ def _compression_of_momentum(asked: Any, op: Any) -> Any:
 
 
 def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
-    """Call Horovod's constructor without registering its hooks on parameters.
-
-    Hooks stay on parameters as long as these exist: after an error in the constructor they would
-    pass the gradients of every later optimizer to the failed one.
-
-    Returns:
-        Whether Horovod's constructor would have registered its hooks.
-    """
+    """Construct without hooks on parameters; return whether Horovod would have registered them."""
     asked: list[bool] = []
     optimizer._register_hooks = lambda: asked.append(True)
     try:

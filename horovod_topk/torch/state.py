@@ -254,9 +254,6 @@ def _values_alone(optimizer: Any, clip_norm: float) -> list[Tensor]:
     """Dense gradients and the values of sparse ones, to be clipped where nothing is exchanged.
 
     Sparse gradients count like their dense copies with `sparse_as_dense`.
-
-    Raises:
-        ConfigError: a gradient is sparse, and `sparse_as_dense` is off.
     """
     found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for p in found:

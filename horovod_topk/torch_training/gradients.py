@@ -237,14 +237,7 @@ class Buckets:
         }
 
     def add(self, slot: Slot, gradient: Tensor, dense: Tensor) -> bool:
-        """Note a ready gradient, and the dense tensor that is sent for it.
-
-        Returns:
-            Whether all gradients of its bucket are ready.
-
-        Raises:
-            ShapeChangedError, OverlappingGradientError: the gradient does not fit the plan.
-        """
+        """Note a ready gradient, and what is sent for it; return whether its bucket is complete."""
         kind = dense.shape, dense.dtype, dense.device
         if kind != slot.kind or not dense.is_contiguous():
             slot.check_matches(dense)
@@ -265,9 +258,6 @@ class Buckets:
 
         GradScaler's `unscale_` and writes through `.data` do not change a tensor's version. So the
         first elements of a sent bucket are compared too, which waits for the device.
-
-        Raises:
-            GradientChangedError: a gradient was replaced or written to.
         """
         found = []
         for slot in self.slots_of[ordinal]:
@@ -329,10 +319,6 @@ class Buckets:
         """Check all late gradients before any is sent, as ranks visit them in different orders.
 
         sent: ordinals of the buckets that were sent already.
-
-        Raises:
-            GradientChangedError, RepeatedSynchronizeError, ShapeChangedError,
-            OverlappingGradientError.
         """
         for slot in self.slots.values():
             if slot.ordinal in sent:

@@ -57,9 +57,6 @@ class BackwardCompressor(TrainingCompressor):
         """Return the name of Horovod's own compression, if it is asked for in this one's place.
 
         All ranks of the group check that they are asked for it (`core.run.substitute`).
-
-        Raises:
-            PlanMismatchError: another rank compresses gradients.
         """
         if self.asked(self) is not None or (name := horovods()) is None:
             return None
@@ -69,11 +66,7 @@ class BackwardCompressor(TrainingCompressor):
 
     @staticmethod
     def _by_horovod(problem: str, cure: str) -> Any:
-        """Return the inactive state of a model whose gradients Horovod's own compression exchanges.
-
-        Raises:
-            NotAttachedError: with this problem and cure; no environment variable asks for it.
-        """
+        """Return the inactive state of a model, if the environment leaves gradients to Horovod."""
         if name := horovods():
             return ByHorovod(name, "torch")
         raise NotAttachedError(problem, cure=cure)
@@ -102,11 +95,7 @@ class BackwardState(TrainingState):
     def _exchanges_for(
         self, optimizers: Sequence[Any], names: Mapping[Tensor, str], config: Method
     ) -> bool:
-        """Whether gradients of these optimizers are exchanged; if not, `_leave` is called for each.
-
-        Raises:
-            ConfigError: as `check_optimizers`.
-        """
+        """Whether gradients are exchanged; if not, `_leave` is called for each optimizer."""
         check_optimizers(optimizers, names)
         for optimizer in optimizers if not self.active else ():
             self._leave(optimizer, config)

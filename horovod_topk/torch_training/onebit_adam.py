@@ -120,11 +120,7 @@ class OneBitAdam(Optimizer):
         self._names: Mapping[Tensor, str] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.add_param_group`.
-
-        Raises:
-            ConfigError: a value is out of its range.
-        """
+        """As `torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
         try:
             _check(self.param_groups[-1])
@@ -153,9 +149,6 @@ class OneBitAdam(Optimizer):
         """Return the settings for exchanging the momentum: dense in the first steps.
 
         names: name of each parameter, for messages.
-
-        Raises:
-            ConfigError: the compressor's settings are not sound for a momentum.
         """
         name, freeze_after, self._names = type(config).__name__, self._freeze_after, names
         if not config.error_feedback:

@@ -74,11 +74,7 @@ def betas_of(group: Mapping[str, Any]) -> list[float | None]:
 
 
 def momentum_of(group: Mapping[str, Any]) -> float | None:
-    """Return the momentum of a parameter group, or the first of `betas`.
-
-    Returns:
-        The number; 0: it has neither, or None; None: it is no number.
-    """
+    """Return a group's momentum or first beta; 0: it has none; None: it is no number."""
     if "betas" in group:
         return 0.0 if group["betas"] is None else next(iter(betas_of(group)), 0.0)
     momentum = group.get("momentum")
@@ -117,9 +113,6 @@ def optimizer_rates(optimizer: Any, config: Method, names: Mapping[Any, str]) ->
     they have, as a rate of 0 does.
 
     names: name of each parameter; parameters without a name are left out.
-
-    Raises:
-        ConfigError: a parameter group has no learning rate, or none that is a number.
     """
     if not config.follow_lr:
         return None
@@ -206,13 +199,6 @@ def fit_settings(
     Warn about an optimizer whose steps do not take into account that gradients arrive late.
 
     deferred: names of the settings that are left to the compressor.
-
-    Returns:
-        The settings; the rule by which its steps are adapted, or None if they are not; and the
-        warnings that were given, one or none.
-
-    Raises:
-        ConfigError: momentum would be applied twice, or weights would become NaN.
     """
     config, rule, warnings = fit_momentum(optimizer, config, deferred)
     config = guarded(config, deferred)
@@ -349,13 +335,10 @@ def _has_numbers(group: Any) -> bool:
 
 
 def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> Any:
-    """Let the optimizer apply the momentum itself, if nothing is compressed.
+    """Let the optimizer apply the momentum itself; return the handle of a hook on its steps.
 
     For SGD the result is the same. Adam's second moment then has squares of gradients, not of
     velocities, as in training with a single process.
-
-    Returns:
-        The handle of a hook that was registered with the optimizer.
     """
     check_not_twice(optimizer, momentum, nesterov=nesterov)
     give = partial(give_back, momentum=momentum, nesterov=nesterov)

@@ -66,12 +66,7 @@ class Preprocessing:
         return cls(scaler, None if norm is None else local_clip(norm, plan.reduction), own)
 
     def begin(self, optimizer: Any, ranks: int, committed: int, ratio: float) -> None:
-        """Note a step's loss scale and clipping threshold before its first bucket is preprocessed.
-
-        Raises:
-            GradientChangedError: the scaler has unscaled the gradients already.
-            ConfigError: the scale is zero or not finite.
-        """
+        """Note loss scale and clipping threshold of a step, before its first bucket."""
         self._check_not_unscaled(optimizer)
         self._scale = scale_of(self._scaler)
         if self._clip is not None:
@@ -91,11 +86,7 @@ class Preprocessing:
             self._own.before_exchange(parameters, gradients)
 
     def gain(self, optimizer: Any) -> float:
-        """The factor that exchanged gradients are multiplied by.
-
-        Raises:
-            GradientChangedError: the scaler has unscaled the gradients that were sent.
-        """
+        """The factor that exchanged gradients are multiplied by."""
         self._check_not_unscaled(optimizer)
         return float(self._scale)
 
@@ -158,9 +149,6 @@ class UnknownScaler:
     """Notices that gradients are divided between exchange and step, as a GradScaler does.
 
     It looks at the largest element of one gradient, after the first exchanges only.
-
-    Attributes:
-        looks: number of exchanges that are still looked at.
     """
 
     def __init__(self) -> None:
@@ -199,13 +187,10 @@ class UnknownScaler:
 def clip_alone(
     optimizer: Any, clip_norm: float, gradients: Callable[[], Sequence[Tensor]] | None = None
 ) -> Any:
-    """Clip gradients before each step where nothing is exchanged, as with one rank.
+    """Clip gradients before each step where nothing is exchanged; return the handle of the hook.
 
     gradients: returns the gradients of a step, clipped in place; None: the `grad` of every
         parameter.
-
-    Returns:
-        The handle of the hook that was registered with the optimizer.
     """
     clip = local_clip(clip_norm, "sum")
 

@@ -125,14 +125,6 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         names: names of its parameters; parameters without one are not compressed. There may be
             names of parameters of other optimizers.
         beside: what was made for the model's other optimizers.
-
-        Returns:
-            What compresses its gradients, once `watch` and `_use` were called.
-
-        Raises:
-            ConfigError, UnsupportedOperationError: the settings do not fit the optimizer, or the
-                exchange cannot be used here.
-            PlanMismatchError: ranks have different plans.
         """
         check_elastic(compressor.config)
         check_evaluates_once(optimizer)

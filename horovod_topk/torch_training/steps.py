@@ -401,12 +401,9 @@ class Unapplied:
         self._before = self._counts.steps, self._counts.unapplied
 
     def note(self, how: str) -> str:
-        """Count the exchanges that have ended since the last call.
+        """Count the exchanges that have ended since the last call; return a warning, once, or "".
 
         how: `CLEARED` or `UNSEEN`, for those that were not applied.
-
-        Returns:
-            The text of a warning, once; else it is empty.
         """
         before, self._before = self._before, (self._counts.steps, self._counts.unapplied)
         if self._has_ended or before == self._before:

@@ -48,11 +48,7 @@ class Updates:
 
     @torch.no_grad()
     def begin(self, optimizer: Any) -> None:
-        """Hide the gradients of the tensors to update, once they are exchanged.
-
-        Raises:
-            ConfigError: a setting is not valid any more; nothing has changed.
-        """
+        """Hide the gradients of the tensors to update, once they are exchanged."""
         self.undo()
         if applies_nothing(optimizer):  # SGD would make momentum buffers, and not write them
             every = (p for group in optimizer.param_groups for p in group["params"])

@@ -218,11 +218,7 @@ class PayloadCodec(Generic[Array]):
                 self.ops.subtract_at(candidate, None, candidate)
 
     def check_length(self, bucket: BucketPlan, gathered: Array, count: int) -> int | None:
-        """Refuse gathered bytes that are not `count` payloads of a bucket.
-
-        Returns:
-            Number of bytes; None: not known while a graph is built.
-        """
+        """Refuse bytes that are not `count` payloads; return their number, None in a graph."""
         size = bucket.layout.payload_bytes // bucket.writers
         received = cast("int | None", self.ops.numel(gathered))
         if received not in (None, size * count):
@@ -232,11 +228,7 @@ class PayloadCodec(Generic[Array]):
     def rows(
         self, bucket: BucketPlan, gathered: Array
     ) -> tuple[list[Array | None], Sequence[bool]]:
-        """Values of every tensor in each payload, [P, n], of a bucket that is sent whole.
-
-        Returns:
-            The rows, None for a tensor without elements; and which tensors any rank flagged.
-        """
+        """Values of each tensor in each payload, [P, n], None without elements; and the flags."""
         read = self._read(bucket, gathered)
         flags = self._validate(bucket, gathered, read)
         pieces = range(len(bucket.tensors))
@@ -249,14 +241,7 @@ class PayloadCodec(Generic[Array]):
         scale: float,
         gradients: Sequence[Array],
     ) -> Sequence[bool]:
-        """Replace gradients by the scaled sum over ranks, added in rank order.
-
-        Returns:
-            Which gradients any rank flagged as non-finite; these are NaN now.
-
-        Raises:
-            PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
-        """
+        """Replace gradients by the scaled sum over ranks, in their order; return the flags."""
         if bucket.tensor_measures:
             self.measures.read_tensor_numbers(bucket, gathered)
         kernel = self.kernels.decoders.get(bucket.fingerprint) or self.kernels.decoder(bucket)

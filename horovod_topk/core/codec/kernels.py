@@ -12,11 +12,7 @@ Array = TypeVar("Array")
 
 
 class KernelCache(Generic[Array]):
-    """The kernels of the methods' buckets.
-
-    Attributes:
-        encoders, decoders: those that were made, by the bucket's fingerprint.
-    """
+    """The kernels of the methods' buckets."""
 
     def __init__(self, ops: Ops[Array]) -> None:
         self._ops = ops

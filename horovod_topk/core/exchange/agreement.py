@@ -70,11 +70,7 @@ def agree(
 
 
 def agree_on_nothing(compression: str, ops: Ops[Array], collective: Collective[Array]) -> None:
-    """Check that no rank compresses gradients, as this one does not. A collective, as `agree`.
-
-    Raises:
-        PlanMismatchError: on every rank, when another rank compresses them.
-    """
+    """Check that no rank compresses gradients, as this one does not. A collective, as `agree`."""
     _agree({"format": [payload.VERSION], "method": [compression]}, 0, ops, collective)
 
 
@@ -105,11 +101,7 @@ def _agree(
 def gather_bytes(
     data: bytes, name: str, ops: Ops[Array], collective: Collective[Array]
 ) -> list[bytes]:
-    """Gather host bytes of equal length from every rank. A collective.
-
-    Raises:
-        PlanMismatchError: on every rank, when lengths differ, as with different package versions.
-    """
+    """Gather host bytes of equal length from every rank. A collective."""
     if isinstance(collective, Meets):
         return collective.meet(data, name)
     array = ops.zeros(len(data), "uint8", "cpu")

@@ -106,11 +106,7 @@ class AllreduceBucket(BucketExchange[Array]):
         self._unwanted.append(self._reduce(name, has_left=True))
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
-        """`BucketExchange.receive`.
-
-        Raises:
-            PlanMismatchError: ranks have different plans.
-        """
+        """`BucketExchange.receive`."""
         ops, bucket, ranks = self._ops, self._bucket, self._collective.size
         self._sum = self._result()
         sums = [ops.view(self._sum, piece.start, piece.stop) for piece in bucket.tensors]

@@ -115,11 +115,7 @@ class Encoder(Generic[Array]):
         self._pending = self._collective.allgather(self._announcement, f"{name}.announce")
 
     def complete(self) -> None:
-        """Wait for the announcements, and fill the payloads.
-
-        Raises:
-            PayloadError, PlanMismatchError: a rank has sent something other than an announcement.
-        """
+        """Wait for the announcements, and fill the payloads."""
         codec, ops, moments = self._codec, self._ops, self._moments
         announced, flags = self._wait()
         for shard, (each, payload) in enumerate(zip(self._arenas, self._payloads, strict=True)):
@@ -152,11 +148,7 @@ class Encoder(Generic[Array]):
         return False
 
     def abort(self, name: str) -> list[Pending[Array]]:
-        """Announce that all tensors are flagged, in a step that this rank does not go on with.
-
-        Returns:
-            The collectives that it started: none if ranks announce nothing.
-        """
+        """Announce that all tensors are flagged, in a step that this rank does not go on with."""
         if self._plan is None or self._collective is None:
             return []
         self._codec.flag_all(self._plan, self._announcement)

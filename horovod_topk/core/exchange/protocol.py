@@ -173,12 +173,9 @@ class BucketExchange(abc.ABC, Generic[Array]):
 
     @abc.abstractmethod
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
-        """Wait for the last collective and write `gain` times its result to `targets`.
+        """Wait for the last collective, write `gain` times its result, and return all ranks' flags.
 
         Called once after each `send`.
-
-        Returns:
-            Which tensors any rank flagged.
 
         Raises:
             PayloadError, PlanMismatchError: the result is not payloads of this bucket.

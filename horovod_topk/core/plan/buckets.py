@@ -280,10 +280,6 @@ def make_plan(
 
     groups: the user's buckets; specs in none of them fill default buckets.
     names: all names that patterns of `config.ratios` may match, if more than `specs`.
-
-    Raises:
-        DuplicateNameError, UnsupportedDtypeError, TensorTooLargeError, ConfigError: see the
-            message.
     """
     if reduction not in REDUCTIONS:
         raise ConfigError(

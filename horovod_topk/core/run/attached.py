@@ -176,20 +176,12 @@ class Attached(Generic[Kept]):
         return self._state.shared_state() if self.active else {}
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
-        """Load the `shared_state` of another rank; a step under way is dropped.
-
-        Raises:
-            StateDictError: it does not fit the tensors known so far; nothing has changed.
-        """
+        """Load the `shared_state` of another rank; a step under way is dropped."""
         if self.active:
             self._state.take_shared(state)
 
     def keep_with(self, manager: Any) -> None:
-        """Have an `elastic.Manager` keep residuals through an elastic job; called by `TopKEF`.
-
-        Raises:
-            ConfigError: not all ranks exchange these gradients.
-        """
+        """Have an `elastic.Manager` keep residuals through an elastic job; called by `TopKEF`."""
         check_all_exchange(self._process_set)
         self.manager = manager
         if self.active:

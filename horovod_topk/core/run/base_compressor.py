@@ -134,10 +134,6 @@ class BaseCompressor(abc.ABC):
         """Create the compressor class of a method in `horovod_topk.methods.METHODS`.
 
         module: module that users import it from, such as `horovod_topk.torch`.
-
-        Raises:
-            AdapterImportError: there is no such method, but one of a similar name.
-            AttributeError: there is no such method.
         """
         if name not in METHODS:
             near = {each.lower(): each for each in METHODS}
@@ -173,9 +169,6 @@ class BaseCompressor(abc.ABC):
 
         Returns None for one of Horovod's compressors, and if an environment variable has Horovod's
         own compression serve the optimizer instead.
-
-        Raises:
-            ConfigError: it is another adapter's, or no compressor.
         """
         cls._check_is_compressor(compression)
         kind: type[Self]

@@ -25,15 +25,8 @@ class Counting(Generic[Array]):
     """Counts the steps of one optimizer: the part of `State` that adapters call after each step.
 
     Attributes:
-        plan: the plan of the last step; None: no tensor is known yet.
-        exchange: how payloads travel; None: the exchange is not selected yet.
-        parts: parts of the state, by name.
         steps, rolled_back: number of committed steps, and of steps that were rolled back.
         unapplied: number of steps that were rolled back without a NaN or an infinity.
-        sent_bytes, dense_bytes: bytes of all these steps, as in `Stats`.
-        seconds: total of all these steps.
-        sample: shares of the last sampled step.
-        callbacks: functions that are called at the end of every step.
         position: the optimizer's, in the list of a model's optimizers.
     """
 
@@ -63,11 +56,7 @@ class Counting(Generic[Array]):
         return self._begun + self.steps + self.rolled_back
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """Call `callback` at the end of every step, committed or rolled back.
-
-        Raises:
-            ConfigError: it cannot be called.
-        """
+        """Call `callback` at the end of every step, committed or rolled back."""
         if not callable(callback):
             raise ConfigError(
                 f"on_step() was given {callback!r}",

@@ -138,11 +138,7 @@ def none_to_correct(momentum: float, kind: str, known: str) -> ConfigError:
 
 
 def note_adapted(kind: str, *, is_known: bool) -> tuple[str, ...]:
-    """Log that an optimizer's steps depend on how often elements arrive.
-
-    Returns:
-        The warning about an optimizer that is not known, if it is none that is.
-    """
+    """Log that an optimizer's steps depend on arrivals; warn of one that is not known."""
     log.info("TopKEF: steps of %s depend on how often elements arrive", kind)
     if is_known:
         return ()

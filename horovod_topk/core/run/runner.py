@@ -151,10 +151,9 @@ class StepRunner(State[Array]):
     def commit(self, without: Collection[str] = (), frozen: Collection[str] = ()) -> bool:
         """End the step: elements not sent become the residual, unless a tensor was flagged.
 
-        without, frozen: names of tensors whose residuals stay; see `Step.commit`.
+        Returns whether they did. A call without a finished bucket does nothing.
 
-        Returns:
-            Whether the residuals changed. A call without a finished bucket does nothing.
+        without, frozen: names of tensors whose residuals stay; see `Step.commit`.
         """
         step = self.step
         if step.sent:
@@ -327,11 +326,7 @@ class StepRunner(State[Array]):
         return sends, self._probes, *known
 
     def _meet(self, meets: Meets, facts: bytes) -> None:
-        """Meet all ranks, as this one is about to send something else than before.
-
-        Raises:
-            MissingRanksError, PlanMismatchError: others are not; nothing has changed.
-        """
+        """Meet all ranks, as this one is about to send something else than before."""
         sends = self.counter.committed, self._sends
         if self._refused is not None and self._refused[0] == sends:
             raise self._refused[1]  # for another bucket of the same backward

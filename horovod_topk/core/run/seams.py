@@ -31,11 +31,7 @@ def wrap(*wrappers: tuple[Any, str, Callable[[Function], Function]]) -> None:
 
 
 def refusing_join(live: Callable[[], Iterable[Labelled]]) -> Callable[[Function], Function]:
-    """A wrapper of `hvd.join()` that refuses it while there are states that exchange payloads.
-
-    Raises:
-        UnsupportedOperationError: there are; the wrapped function raises it.
-    """
+    """A wrapper of `hvd.join()` that refuses it while there are states that exchange payloads."""
 
     def wrapper(original: Function) -> Function:
         def join(*args: Any, **kwargs: Any) -> Any:
@@ -56,11 +52,7 @@ def refusing_join(live: Callable[[], Iterable[Labelled]]) -> Callable[[Function]
 
 
 def reduction_of(op: object, hvd: Any) -> str:
-    """The name of Horovod's reduction in plans: "average" or "sum".
-
-    Raises:
-        UnsupportedOperationError: it is neither an average nor a sum.
-    """
+    """The name of Horovod's reduction in plans: "average" or "sum"."""
     reductions = {hvd.Average: "average", hvd.Sum: "sum"}
     if op not in reductions:
         raise UnsupportedOperationError(

@@ -158,11 +158,10 @@ class State(Counting[Array]):
     ) -> str:
         """Let the schedule and the guard decide at the end of a step, before it is counted.
 
+        Returns the guard's rule that ends compression with this step; empty: none does.
+
         by_bucket: measures of all ranks, for each bucket ordinal.
         flagged: names of tensors with a NaN or an infinity on some rank.
-
-        Returns:
-            The guard's rule that ends compression with this step; empty: none does.
         """
         measures = all_measures(plan, by_bucket) if committed and plan.config.measures else None
         if committed and plan.config.schedule is not None:  # else the step had none of its levels
@@ -374,11 +373,7 @@ class State(Counting[Array]):
             self._check(self.wrapped(without(state, self.later)), self.specs())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict; a step under way is abandoned.
-
-        Raises:
-            StateDictError: a residual does not fit; nothing has changed.
-        """
+        """Load a state dict; a step under way is abandoned."""
         self.check_state_dict(state)
         self.about_to_change()
         self.counter.lineage = facts.digest_of(self._in_common(state))
@@ -428,9 +423,6 @@ class State(Counting[Array]):
         """Load the `shared_state` of another rank; a step under way is abandoned.
 
         Tensors that are not known yet get theirs when they become known.
-
-        Raises:
-            StateDictError: it does not fit the tensors known so far; no state has changed.
         """
         self.about_to_change()
         shared = self.wrapped(state)

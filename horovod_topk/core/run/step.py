@@ -75,8 +75,6 @@ class Step(Generic[Array]):
         received: ordinals of the buckets whose gradients are replaced, and whose candidates are
             neither committed nor rolled back.
         stages: number of times that buckets have to advance before they can be finished.
-        samples: whether the step that begins sums up squares, for `sample`.
-        weighs: whether the step that begins sums up squares of exchanged gradients, for `weights`.
         probe: exchanges one bucket dense beside this step now and then; None: there is no probe.
     """
 
@@ -158,11 +156,7 @@ class Step(Generic[Array]):
         timer.compressing += time.perf_counter() - timer.exposed - began
 
     def advance(self) -> None:
-        """Start the next collective of every begun bucket; `finish` does so for all `stages`.
-
-        Raises:
-            PayloadError, PlanMismatchError: a rank sent something else than a bucket.
-        """
+        """Start the next collective of every begun bucket; `finish` does so for all `stages`."""
         failed: TopKError | None = None
         for bucket in self._buckets.values():
             try:
@@ -263,7 +257,7 @@ class Step(Generic[Array]):
                 yield bucket.follower, bucket.committed_last
 
     def commit(self, without: Collection[str] = (), frozen: Collection[str] = ()) -> bool:
-        """Make the candidates of all finished buckets the state.
+        """Make the candidates of all finished buckets the state; return whether there were any.
 
         The caller makes sure that no bucket is under way and no tensor is flagged.
 
@@ -272,9 +266,6 @@ class Step(Generic[Array]):
                 bitwise as it was before the step.
             frozen: names of the tensors whose gradient was used at a learning rate of 0. Residuals
                 and states in their units stay; others change, as the optimizer's moments do.
-
-        Returns:
-            Whether there was a finished bucket.
         """
         if without or frozen:
             for ordinal in self.received:
@@ -293,11 +284,7 @@ class Step(Generic[Array]):
             arenas.keep(without, self._ops)
 
     def roll_back(self) -> bool:
-        """Discard all candidates: the state stays bitwise as it was before the step.
-
-        Returns:
-            Whether there was a finished bucket.
-        """
+        """Discard all candidates, and leave the state as it was; return whether there were any."""
         return self._end(committed=False)
 
     def drain(self) -> None:

@@ -118,12 +118,9 @@ class Rates:
         return self.units[name] / self.largest[name] if name in self.units else 1.0
 
     def rescalings(self, committed: int) -> dict[str, float]:
-        """Note the units that the present learning rates give residuals.
+        """Note the units that present rates give residuals; return the factors of those that change.
 
         committed: number of committed steps; a step that is tried again has the same units.
-
-        Returns:
-            The factor that rescales the residual of each tensor whose units have changed.
         """
         if committed != self._committed:
             self._before, self._committed = dict(self.units), committed
@@ -155,9 +152,6 @@ def rates_of(state: Mapping[str, Any], key: str = RATES) -> dict[str, float]:
     """Learning rates of a state dict by tensor name; empty if it has none.
 
     key: `RATES` or `LARGEST`.
-
-    Raises:
-        StateDictError: a rate is not a finite number of at least `SMALLEST`.
     """
     rates = state.get(key, {})
     if not isinstance(rates, Mapping) or not all(map(_is_rate, rates.values())):

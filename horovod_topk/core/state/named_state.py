@@ -134,11 +134,7 @@ class NamedState(Generic[Array]):
         return state | {RELEASED: sorted(self.released)} if self.released else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy arrays in; nothing changes unless every one of them fits.
-
-        Raises:
-            StateDictError: as `check`.
-        """
+        """Copy arrays in; nothing changes unless every one of them fits."""
         self.check(state)
         self.take_on(state, self.pieces)
 
