@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from horovod_topk.core.codec.kernels import KernelCache, codec_of
 from horovod_topk.core.codec.measures import MeasureStore, Rows
 from horovod_topk.core.codec.momentum import NO_MOMENTS, OptimizerMoments, correct
 from horovod_topk.core.codec.withheld import Opened, Withholding
@@ -33,13 +32,14 @@ from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import (
     Announced,
     AnnouncingCodec,
+    Codec,
     Context,
     Read,
     Seeded,
     Sent,
     numbers_of,
 )
-from horovod_topk.ops import Ops, SupportsOnePass, Velocities
+from horovod_topk.ops import Fused, Ops, SupportsOnePass, Velocities
 from horovod_topk.ops.philox import Stream
 from horovod_topk.ops.protocol import Arrived, DecodesTogether
 
@@ -60,7 +60,9 @@ class PayloadCodec(Generic[Array]):
     """
 
     def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
-        self.ops, self.kernels = ops, KernelCache(ops)
+        self.ops = ops
+        self._encoders: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint,
+        self._decoders: dict[bytes, Fused[Array] | None] = {}  # as all that can share a kernel do
         self.measures, self.withholding = MeasureStore(ops, arrived), Withholding(ops)
         self.waiting: list[Arrived[Array]] | None = None
         self._committed: Callable[[], Any] = lambda: 0
@@ -123,7 +125,7 @@ class PayloadCodec(Generic[Array]):
         moments: OptimizerMoments[Array] = NO_MOMENTS,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients if the kernel can."""
-        limits, made = self.withholding.limits, self.kernels.encoders
+        limits, made = self.withholding.limits, self._encoders
         opened = [
             self.withholding.open(each, gradients)
             if limits or isinstance(each, NarrowArenas)
@@ -131,7 +133,7 @@ class PayloadCodec(Generic[Array]):
             for each in arenas
         ]
         plans = (each.plan for each in arenas)
-        kernels: list[Any] = [made.get(p.fingerprint) or self.kernels.encoder(p) for p in plans]
+        kernels: list[Any] = [made.get(p.fingerprint) or self._encoder(p) for p in plans]
         first: object = kernels[0]
         velocities, squares = moments.velocities, moments.squares
         if squares and all(each is None for each in squares):
@@ -176,7 +178,7 @@ class PayloadCodec(Generic[Array]):
     ) -> None:
         """Fill a payload, by the method's kernel if there is one."""
         bucket = arenas.plan
-        kernel = self.kernels.encoder(bucket)
+        kernel = self._encoder(bucket)
         if kernel is not None:
             if bucket.config.measured:
                 for position in range(len(bucket.tensors)):
@@ -192,6 +194,19 @@ class PayloadCodec(Generic[Array]):
             one = self.encode_piece(bucket, position, values, square)
             sent.append(replace(one, checked=checked) if one.index is None else one)
         self.write(arenas, payload, sent)
+
+    def _decoder(self, bucket: BucketPlan) -> Fused[Array] | None:
+        """The kernel that decodes a bucket; None: there is none."""
+        key = bucket.fingerprint
+        if key not in self._decoders:
+            self._decoders[key] = codec_of(bucket).kernel(self.ops, bucket)
+        return self._decoders[key]
+
+    def _encoder(self, bucket: BucketPlan) -> Fused[Array] | None:
+        """The kernel that encodes a bucket; None: there is none, or the method announces."""
+        announces = isinstance(bucket.config, AnnouncingCodec)
+        kernel = None if announces else self._decoder(bucket)
+        return self._encoders.setdefault(bucket.fingerprint, kernel)
 
     def _measure(self, bucket: BucketPlan, position: int, values: Array) -> None:
         """Compute the method's own measures of one piece of e + g, except in an owner's bucket."""
@@ -244,7 +259,7 @@ class PayloadCodec(Generic[Array]):
         """Replace gradients by the scaled sum over ranks, in their order; return the flags."""
         if bucket.tensor_measures:
             self.measures.read_tensor_numbers(bucket, gathered)
-        kernel = self.kernels.decoders.get(bucket.fingerprint) or self.kernels.decoder(bucket)
+        kernel = self._decoders.get(bucket.fingerprint) or self._decoder(bucket)
         if kernel is not None:
             flags = self._validate(bucket, gathered, {})
             if self.waiting is not None and isinstance(kernel, DecodesTogether):
@@ -349,7 +364,7 @@ class PayloadCodec(Generic[Array]):
         ops, dtype = self.ops, bucket.residual_dtype
         if bucket.parts > 1 or any(tensor.spec.dtype != dtype for tensor in bucket.tensors):
             return False
-        kernel = self.kernels.decoder(bucket)
+        kernel = self._decoder(bucket)
         if kernel is None:
             return False
         sent = ops.clone(out)  # the kernel replaces every element
@@ -512,3 +527,10 @@ class PayloadCodec(Generic[Array]):
 
     def _slice(self, arena: Array, piece: Any) -> Array:
         return self.ops.view(arena, piece.start, piece.stop)
+
+
+def codec_of(bucket: BucketPlan) -> Codec:
+    """The method of a bucket whose payloads are decoded."""
+    method: object = bucket.config
+    assert isinstance(method, Codec)
+    return method
