@@ -345,19 +345,17 @@ def _found(folder: Path, name: str) -> dict[tuple[int, int], dict[int, Path]]:
     found: dict[tuple[int, int], dict[int, Path]] = {}
     for file in sorted(_files(folder)):
         if match := pattern.fullmatch(file):
-            facts, place = (
-                shard.peek(folder / file),
-                {"rank": int(match[1]), "ranks": int(match[2])},
-            )
-            steps, ranks = facts.get("steps"), place["ranks"]
+            path, place = folder / file, {"rank": int(match[1]), "ranks": int(match[2])}
+            facts = shard.peek(path)
+            steps = facts.get("steps")
             if type(steps) is int:
                 own = {key: facts[key] for key in place if is_count(facts.get(key))}
-                _check_not_renamed(folder / file, place | own, place)
+                _check_not_renamed(path, place | own, place)
             elif match[3]:
                 continue
-            found.setdefault((ranks, steps if type(steps) is int else -1), {})[place["rank"]] = (
-                folder / file
-            )
+            else:
+                steps = -1
+            found.setdefault((place["ranks"], steps), {})[place["rank"]] = path
     return found
 
 

@@ -6,18 +6,14 @@ The digest shows that a file is unchanged, but not that this version of the pack
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from horovod_topk.core.control.guard import guard_of
-from horovod_topk.core.state.learning_rates import LARGEST, RATES, rates_of
+from horovod_topk.core.run.state import check_entries
 from horovod_topk.core.state.state_dict import (
     COMMITTED,
     RESIDUALS,
     STATE_VERSION,
-    allocation_of,
-    asked_of,
-    decision_of,
     parts_of,
     released_of,
 )
@@ -39,12 +35,7 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
     if not is_count(facts.get(COMMITTED, 0)):
         raise _foreign(where, f"its {COMMITTED} is {facts[COMMITTED]!r}")
     try:
-        for key in (RATES, LARGEST):
-            rates_of(facts, key)
-        asked_of(facts)
-        decision_of(facts)
-        allocation_of(facts)
-        guard_of(facts)
+        check_entries(facts)
         for state in _states(facts).values():
             released_of(state)
     except StateDictError as error:
@@ -52,7 +43,9 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
     _check_owner(facts.get("owned"), where)
     for part, state in _states(facts).items():
         _check_arrays(part, state, tensors, where)
-    _check_known(tensors, _states(facts), where)
+    for name in tensors:
+        if name.split("/", 1)[0] not in _states(facts):
+            raise _foreign(where, "it is of no part that this version knows", tensor=name)
 
 
 def check_place(facts: Mapping[str, Any], where: str) -> None:
@@ -91,7 +84,7 @@ def _check_arrays(part: str, state: Any, tensors: Mapping[str, Any], where: str)
     """Check that arrays and shapes are of the same tensors and sizes."""
     if not _is_shapes(state.get("shapes")):
         raise _foreign(where, f"the shapes of its {part} are {state.get('shapes')!r}")
-    saved = dict(_within(part, tensors))
+    saved = within(part, tensors)
     for name in sorted({*saved, *state["shapes"]}):
         if name not in saved or name not in state["shapes"]:
             lacks = "a shape" if name in saved else "an array"
@@ -106,16 +99,10 @@ def _check_arrays(part: str, state: Any, tensors: Mapping[str, Any], where: str)
             )
 
 
-def _within(part: str, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, tensor in tensors.items():
-        if name.startswith(f"{part}/"):
-            yield name.removeprefix(f"{part}/"), tensor
-
-
-def _check_known(tensors: Mapping[str, Any], states: Mapping[str, Any], where: str) -> None:
-    for name in tensors:
-        if name.split("/", 1)[0] not in states:
-            raise _foreign(where, "it is of no part that this version knows", tensor=name)
+def within(part: str, by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file has of one part, by tensor name; `by_name` has the names in the file."""
+    names = [name for name in by_name if name.startswith(f"{part}/")]
+    return {name.removeprefix(f"{part}/"): by_name[name] for name in names}
 
 
 def _foreign(where: str, problem: str, tensor: str | None = None) -> CheckpointError:

@@ -177,8 +177,7 @@ def _tensors(data: bytes) -> dict[str, Any]:
 def _assemble(facts: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
     for part, into in ((RESIDUALS, facts), *((part, facts.get(part)) for part in parts_of(facts))):
         if into is not None:
-            names = [name for name in arrays if name.startswith(f"{part}/")]
-            into[RESIDUALS] = {name.removeprefix(f"{part}/"): arrays[name] for name in names}
+            into[RESIDUALS] = contents.within(part, arrays)
     return facts
 
 

@@ -119,11 +119,6 @@ class StepRunner(State[Array]):
         return self.exchange.ranks
 
     @property
-    def rank(self) -> int:
-        """This rank's number among the ranks that exchange gradients."""
-        return self.exchange.rank
-
-    @property
     def arrived(self) -> Mapping[int, Rows]:
         """Latest measures of all ranks, by bucket ordinal; see `core.codec.measures`."""
         return self._codec.measures.arrived
@@ -186,10 +181,6 @@ class StepRunner(State[Array]):
         """Roll back a step in any phase, after waiting for collectives under way."""
         self.step.drain()
         self.rollback()
-
-    def about_to_change(self) -> None:
-        """`State.about_to_change`."""
-        self.abandon()
 
     def has_changed(self) -> None:
         """`State.has_changed`."""
@@ -256,11 +247,8 @@ class StepRunner(State[Array]):
         gradient, left, *rest = self._numbers_of(self._sums)
         whole = rest[0] if rest else 0.0
         self._sums = None
-        self.take_sample(Squares(gradient, whole, left), self._largest_decay())
-
-    def _largest_decay(self) -> float:
-        """Largest ratio over tensors of the learning rate to its largest value so far."""
-        return max(map(self.decay, self.registry.pieces), default=1.0)
+        decay = max(map(self.decay, self.registry.pieces), default=1.0)
+        self.take_sample(Squares(gradient, whole, left), decay)
 
     def _sent(self) -> list[ResidualRegistry[Array]]:
         """This rank's residuals and, if there are any, the owner's residuals."""

@@ -134,8 +134,8 @@ class State(Counting[Array]):
         assert self.exchange is not None
         return self.exchange.rank, self.exchange.ranks
 
-    def about_to_change(self) -> None:
-        """Called before residuals are replaced: a step under way has to be abandoned."""
+    def abandon(self) -> None:
+        """Roll back a step under way, before residuals are replaced."""
 
     def has_changed(self) -> None:
         """Called after residuals were replaced."""
@@ -363,19 +363,14 @@ class State(Counting[Array]):
         """Refuse a state dict that does not fit the tensors known so far."""
         check_velocity(bool(self.config.momentum), state)
         committed_of(state, 0)
-        asked_of(state)
-        decision_of(state)
-        allocation_of(state)
-        guard_of(state)
-        for key in (RATES, LARGEST):
-            rates_of(state, key)
+        check_entries(state)
         if self.exchange is not None:
             self._check(self.wrapped(without(state, self.later)), self.specs())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state dict; a step under way is abandoned."""
         self.check_state_dict(state)
-        self.about_to_change()
+        self.abandon()
         self.counter.lineage = facts.digest_of(self._in_common(state))
         self._left_out = facts.START
         self._ask(self.schedule.level(asked_of(state), self.counter.asked))
@@ -404,10 +399,9 @@ class State(Counting[Array]):
         for key in sorted(key for key in parts_of(state) if state[key].get(SHARED)):
             for name, array in sorted(arrays[key][RESIDUALS].items()):
                 yield f"{key} {name}".encode()
-                yield self._ops.to_host(self._ops.pack_values(self._wide(array), "float32"))
-
-    def _wide(self, array: Array) -> Array:
-        return self._ops.cast(array, "float32") if self._ops.dtype(array) == "uint8" else array
+                is_coded = self._ops.dtype(array) == "uint8"
+                wide = self._ops.cast(array, "float32") if is_coded else array
+                yield self._ops.to_host(self._ops.pack_values(wide, "float32"))
 
     def shared_state(self) -> dict[str, Any]:
         """A state dict with the state that is equal on all ranks, and nothing else.
@@ -424,7 +418,7 @@ class State(Counting[Array]):
 
         Tensors that are not known yet get theirs when they become known.
         """
-        self.about_to_change()
+        self.abandon()
         shared = self.wrapped(state)
         self._take_on_shared(shared, self.specs().keys() - self.later, self.later)
         self._take_allocation(allocation_of(state))
@@ -464,7 +458,7 @@ class State(Counting[Array]):
         What all ranks know alike stays: how often elements arrive, what the method has learnt, and
         the largest learning rates so far.
         """
-        self.about_to_change()
+        self.abandon()
         done = f"reset after {self.counter.committed}".encode()
         self.counter.lineage = facts.digest_of([done], self.counter.lineage)
         self._waiting, self._shared = {}, {}
@@ -476,7 +470,7 @@ class State(Counting[Array]):
 
     def forget(self) -> None:
         """Set all that the state has to zero; a step under way is abandoned."""
-        self.about_to_change()
+        self.abandon()
         for part in self.parts.values():
             part.reset()
         if self.rates is not None:
@@ -537,6 +531,14 @@ class State(Counting[Array]):
 
     def _keep_waiting(self, rest: dict[str, Any]) -> None:
         self._waiting = rest if self.later and has_residuals(rest) else {}
+
+
+def check_entries(state: Mapping[str, Any]) -> None:
+    """Refuse a state dict with an entry beside its arrays that no state dict has."""
+    for reads in (asked_of, decision_of, allocation_of, guard_of):
+        reads(state)
+    for key in (RATES, LARGEST):
+        rates_of(state, key)
 
 
 def _check_method_state(

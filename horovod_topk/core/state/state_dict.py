@@ -247,7 +247,10 @@ def _check_tensor(
             f"the state dict's residual has {received} elements and the shape "
             f"{list(residual.shape)}, the gradient {spec.numel}, of which a flat one is kept"
         )
-    norm, earlier = ops.norm(_in_residual_dtype(residual, spec, ops)), "Load an earlier state"
+    kind = "float64" if spec.residual_dtype == "uint8" else spec.residual_dtype
+    copy = ops.zeros(spec.numel, kind, "cpu")
+    ops.assign(copy, residual)
+    norm, earlier = ops.norm(copy), "Load an earlier state"
     if not math.isfinite(norm):
         what = f"a NaN or an infinity, or becomes one in {spec.residual_dtype}"
         refuse(f"the state dict's residual has {what}", f"{earlier}, or call reset()")
@@ -257,14 +260,6 @@ def _check_tensor(
             "added to gradients of all ranks and squared without an overflow",
             f"{earlier}, or call reset()",
         )
-
-
-def _in_residual_dtype(residual: Any, spec: TensorSpec, ops: Ops[Any]) -> Any:
-    """A copy in the dtype of the tensor's residual."""
-    is_coded = spec.residual_dtype == "uint8"
-    copy = ops.zeros(spec.numel, "float64" if is_coded else spec.residual_dtype, "cpu")
-    ops.assign(copy, residual)
-    return copy
 
 
 def check_origin(state: Mapping[str, Any], specs: Iterable[TensorSpec], reduction: str) -> None:
