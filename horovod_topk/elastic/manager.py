@@ -152,8 +152,10 @@ class Manager:
         if eldest.units:
             self._job = eldest.job
             self._take_on(present)
-            if not self.units:
-                self._start_empty()
+            if not self.units:  # other ranks have the residuals that this one may have loaded
+                self._forget()
+                if (state := self._state()) is not None:
+                    state.forget()
             self._share(present)
         else:
             self._job = eldest.member
@@ -212,12 +214,6 @@ class Manager:
         sizes = self._talk.gather(_COUNT.pack(len(text)), f"{self._name}.{label}.size")
         longest = max(_COUNT.unpack(each)[0] for each in sizes)
         return self._talk.gather(text.ljust(longest), f"{self._name}.{label}")
-
-    def _start_empty(self) -> None:
-        """Set a joining rank's residuals to zero: other ranks have those it may have loaded."""
-        self._forget()
-        if (state := self._state()) is not None:
-            state.forget()
 
     def _have_equal_tensors(self, kept: Mapping[str, Any] | None) -> bool:
         """Whether all ranks have residuals of the same tensors, which can be averaged."""
@@ -329,7 +325,8 @@ class Manager:
         text = b""
         if self._member == present.eldest.member:
             committed = present.eldest.clock[0]
-            text = json.dumps(self._store.of_lost(self._job, present.members, committed)).encode()
+            living = {each.member for each in present.statuses}
+            text = json.dumps(self._store.of_lost(self._job, living, committed)).encode()
         texts = self._gather_texts(text, "files")
         files: list[str] = json.loads(texts[present.old[0]])
         return files

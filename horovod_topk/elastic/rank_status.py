@@ -93,8 +93,3 @@ class Membership:
         """Root mean square of the residuals' norms of ranks that were there before."""
         squares = [self.statuses[rank].norm ** 2 for rank in self.old]
         return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
-
-    @property
-    def members(self) -> set[bytes]:
-        """The `member` bytes of all ranks."""
-        return {each.member for each in self.statuses}

@@ -118,7 +118,7 @@ class Rates:
         return self.units[name] / self.largest[name] if name in self.units else 1.0
 
     def rescalings(self, committed: int) -> dict[str, float]:
-        """Note the units that present rates give residuals; return the factors of those that change.
+        """Note the units that present rates give; return the factors by which residuals change.
 
         committed: number of committed steps; a step that is tried again has the same units.
         """

@@ -37,8 +37,8 @@ def pending(
             _add(shared, name, ops.numel(e), None, e, ops)
         owned = state.get("owned", {})
         unit = shared if "nodes" in owned else applied
-        for name, part, e in _parts_of(owned):
-            _add(unit, name, part.numel(ops.numel(e)), part.places(ops.numel(e), ops), e, ops)
+        for name, e, places, end in _saved_shards(owned, ops):
+            _add(unit, name, end, places, e, ops)
     total = {name: scaled(sums, _share(reduction, ranks), ops) for name, sums in shared.items()}
     for name, sums in applied.items():
         _add(total, name, ops.numel(sums), None, sums, ops)
@@ -64,11 +64,9 @@ def share_out(
         nodes = own["owned"].get("nodes")
         scale = 1 / (share * len(nodes)) if nodes is not None else 0.0
         residuals = {}
-        for name, part, e in _parts_of(own["owned"]):
-            if name not in total:
-                continue
-            places = part.places(ops.numel(e), ops)
-            residuals[name] = scaled(ops.take(total[name], places), scale, ops, like=e)
+        for name, e, places, _ in _saved_shards(own["owned"], ops):
+            if name in total:
+                residuals[name] = scaled(ops.take(total[name], places), scale, ops, like=e)
         state["owned"] = {**own["owned"], "residuals": residuals}
     return state
 
@@ -78,36 +76,18 @@ def rescaling(reduction: str, before: int, after: int) -> float:
     return _share(reduction, before) / _share(reduction, after)
 
 
-class _SavedShards:
-    """The shard that an owner has of a tensor's blocks."""
-
-    def __init__(self, name: str, owned: StateDict) -> None:
-        rank: int = owned["rank"]
-        nodes = owned.get("nodes")
-        if nodes is None:
-            self._parts, part = int(owned["ranks"]), rank
-        else:
-            self._parts = min(map(len, nodes))
-            part = next(list(node).index(rank) for node in nodes if rank in node)
-        self._first = first_block(name, self._parts, part)
-
-    def numel(self, count: int) -> int:
-        """Elements of the tensor up to the last of the shard's `count` elements."""
-        if count == 0:
-            return 0
-        last = count - 1
-        return (
-            (last // SHARD_BLOCK * self._parts + self._first) * SHARD_BLOCK + last % SHARD_BLOCK + 1
-        )
-
-    def places(self, count: int, ops: Ops[Array]) -> Array:
-        """Indices in the tensor of the shard's `count` elements."""
-        return ops.global_index(ops.arange(count, "cpu"), self._parts, self._first)
-
-
-def _parts_of(owned: StateDict) -> Iterator[tuple[str, _SavedShards, Any]]:
+def _saved_shards(owned: StateDict, ops: Ops[Array]) -> Iterator[tuple[str, Any, Array, int]]:
+    """Name, residual and indices in the tensor of each shard, and one past the last of these."""
     for name, e in owned.get("residuals", {}).items():
-        yield name, _SavedShards(name, owned), e
+        rank, nodes, count = owned["rank"], owned.get("nodes"), ops.numel(e)
+        parts, part = owned["ranks"], rank
+        if nodes is not None:
+            parts = min(map(len, nodes))
+            part = next(list(node).index(rank) for node in nodes if rank in node)
+        first = first_block(name, parts, part)
+        block, rest = divmod(count - 1, SHARD_BLOCK)
+        end = (block * parts + first) * SHARD_BLOCK + rest + 1 if count else 0
+        yield name, e, ops.global_index(ops.arange(count, "cpu"), parts, first), end
 
 
 def _share(reduction: str, ranks: int) -> float:

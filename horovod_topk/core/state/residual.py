@@ -20,7 +20,6 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 from horovod_topk.core.plan.buckets import BucketPlan, Plan
 from horovod_topk.core.state.named_state import NamedState, StoredArray, as_row
-from horovod_topk.methods import protocol
 from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import BLOCK, SCALE_BYTES, VALUE_BITS, scales, value_bytes
 
@@ -295,37 +294,23 @@ class Stretch(Generic[Array]):
     """`StoredArray` that is a stretch of an arena."""
 
     arenas: Arenas[Array]
-    tensor: protocol.Piece
+    place: tuple[int, int]  # start and stop
     ops: Ops[Array]
-
-    @property
-    def numel(self) -> int:
-        """`StoredArray.numel`."""
-        return self.tensor.numel
-
-    @property
-    def parts(self) -> int:
-        """`StoredArray.parts`."""
-        return self.arenas.plan.parts
-
-    @property
-    def first(self) -> int:
-        """`StoredArray.first`."""
-        return self.tensor.first
+    numel: int
+    parts: int
+    first: int
 
     def read(self) -> Array:
         """`StoredArray.read`: a view."""
-        place = self.tensor.start, self.tensor.stop
-        aside = self.arenas.aside.get(place)
-        return self.arenas.read(*place, self.ops) if aside is None else aside
+        aside = self.arenas.aside.get(self.place)
+        return self.arenas.read(*self.place, self.ops) if aside is None else aside
 
     def write(self, source: Array) -> None:
         """`StoredArray.write`."""
-        place = self.tensor.start, self.tensor.stop
-        if place in self.arenas.aside:
-            self.ops.assign(self.arenas.aside[place], source)
+        if self.place in self.arenas.aside:
+            self.ops.assign(self.arenas.aside[self.place], source)
         else:
-            self.arenas.write(*place, source, self.ops)
+            self.arenas.write(*self.place, source, self.ops)
 
 
 class ResidualRegistry(NamedState[Array]):
@@ -418,7 +403,9 @@ class ResidualRegistry(NamedState[Array]):
         for arenas in self.all_arenas():
             for tensor in arenas.plan.tensors:
                 self.specs[tensor.spec.name] = tensor.spec
-                pieces[tensor.spec.name].append(Stretch(arenas, tensor, self._ops))
+                where = tensor.numel, arenas.plan.parts, tensor.first
+                stretch = Stretch(arenas, (tensor.start, tensor.stop), self._ops, *where)
+                pieces[tensor.spec.name].append(stretch)
         self.pieces = {**pieces}
 
     def _allocate(self, plan: BucketPlan) -> Arenas[Array]:
