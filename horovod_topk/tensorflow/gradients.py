@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.codec.clipping import LocalClip, Scope
+from horovod_topk.core.codec.clipping import LocalClip
 from horovod_topk.core.codec.momentum import correct
 from horovod_topk.core.codec.momentum import velocities as velocities_of
 from horovod_topk.core.plan.buckets import lay_out
@@ -51,7 +51,7 @@ def summed(gradient: Any) -> Any:
 
 def clip(gradients: Sequence[Array], clip_norm: float, reduction: str, ranks: int) -> None:
     """Clip all gradients of a rank; gradients that are not finite stay so, and are flagged."""
-    local = LocalClip(clip_norm, reduction, Scope.ALL, _Norms())
+    local = LocalClip(clip_norm, reduction, _Norms(), by_bucket=False)
     local.begin(ranks)
     local.clip(gradients)
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.core.codec.clipping import LocalClip, Scope
+from horovod_topk.core.codec.clipping import LocalClip
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.errors import ConfigError, GradientChangedError, UnsupportedDtypeError
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
@@ -199,7 +199,9 @@ def clip_alone(
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler if the step unscales
         clip.begin(ranks=1, units=1.0 if scale is None else float(scale))
         by_device: dict[torch.device, list[Tensor]] = {}
-        for gradient in _gradients_of(optimizer) if gradients is None else gradients():
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        own = (p.grad for p in parameters if p.grad is not None)
+        for gradient in own if gradients is None else gradients():
             by_device.setdefault(gradient.device, []).append(gradient)
         for each in by_device.values():
             clip.clip(each)
@@ -207,14 +209,9 @@ def clip_alone(
     return optimizer.register_step_pre_hook(untraced(before_step))
 
 
-def _gradients_of(optimizer: Any) -> list[Tensor]:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return [p.grad for p in parameters if p.grad is not None]
-
-
 def local_clip(clip_norm: float, reduction: str) -> LocalClip[Tensor]:
     """Make the clipper of a rank's gradients, bucket by bucket as they become ready."""
-    return LocalClip(clip_norm, reduction, Scope.SO_FAR, TorchNorms())
+    return LocalClip(clip_norm, reduction, TorchNorms(), by_bucket=True)
 
 
 class TorchNorms:

@@ -25,20 +25,12 @@ exceeds t, and all together do not exceed t sqrt(B), B being a model's bytes ove
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 Array = TypeVar("Array")
 Given = TypeVar("Given", contravariant=True)
-
-
-class Scope(enum.Enum):
-    """Which gradients count for the norm that is compared with the threshold."""
-
-    SO_FAR = "the buckets so far, this one included"
-    ALL = "all gradients, which are given at once"
 
 
 class GradientNorms(Protocol[Given]):
@@ -58,13 +50,16 @@ class GradientNorms(Protocol[Given]):
 
 
 class LocalClip(Generic[Array]):
-    """Clips one rank's gradients, step after step."""
+    """Clips one rank's gradients, step after step.
+
+    by_bucket: whether they are given bucket by bucket, and not all at once.
+    """
 
     def __init__(
-        self, clip_norm: float, reduction: str, scope: Scope, norms: GradientNorms[Array]
+        self, clip_norm: float, reduction: str, norms: GradientNorms[Array], *, by_bucket: bool
     ) -> None:
         self._clip_norm, self._reduction = clip_norm, reduction
-        self._scope, self._norms = scope, norms
+        self._norms, self._by_bucket = norms, by_bucket
         self._so_far: dict[object, Any] = {}  # norms of the buckets so far, by device
         self._threshold = clip_norm
 
@@ -74,9 +69,9 @@ class LocalClip(Generic[Array]):
         self._threshold = units * local_threshold(self._clip_norm, self._reduction, ranks)
 
     def clip(self, gradients: Sequence[Array]) -> None:
-        """Scale gradients in place: those of one bucket, or all, as `scope` says."""
+        """Scale gradients in place: those of one bucket, or all."""
         device = self._norms.device(gradients)
-        before = self._so_far.get(device, 0.0) if self._scope is Scope.SO_FAR else 0.0
+        before = self._so_far.get(device, 0.0) if self._by_bucket else 0.0
         norm = self._so_far[device] = self._norms.norm(gradients, before)
         self._norms.reduce(gradients, self._threshold, norm)
 

@@ -79,21 +79,20 @@ class MeasureStore(Generic[Array]):
 
         numbers: one for each of the settings' `needed_measures`.
         """
-        self.own.setdefault(bucket.ordinal, Own()).given = numbers
-        self._renew(bucket)
+        self._renewed(bucket).given = numbers
 
     def set_tensor_numbers(self, bucket: BucketPlan, numbers: Callable[[], Array]) -> None:
         """Set the numbers that this rank sends about a bucket's tensors in the step that begins.
 
         numbers: returns them, flat; called once the bucket is encoded.
         """
-        self.own.setdefault(bucket.ordinal, Own()).of_tensors = numbers
-        self._renew(bucket)
+        self._renewed(bucket).of_tensors = numbers
 
-    def _renew(self, bucket: BucketPlan) -> None:
-        own = self.own[bucket.ordinal]
+    def _renewed(self, bucket: BucketPlan) -> Own[Array]:
+        own = self.own.setdefault(bucket.ordinal, Own())
         own.of_pieces.clear()
         own.written.clear()
+        return own
 
     def add(self, bucket: BucketPlan, found: Sequence[Array]) -> None:
         """Note the method's own measures of one piece."""

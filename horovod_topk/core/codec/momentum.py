@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.core.plan.buckets import BucketPlan, Plan
+from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.errors import UnsupportedDtypeError
 from horovod_topk.methods.protocol import Method
@@ -86,16 +86,12 @@ def correct(
 def check_dtypes(plan: Plan) -> None:
     """Refuse gradients whose dtype differs from their residual's: velocities have that dtype."""
     for bucket in plan.buckets:
-        _check_dtypes(bucket)
-
-
-def _check_dtypes(bucket: BucketPlan) -> None:
-    for tensor in bucket.tensors:
-        if tensor.spec.dtype != bucket.residual_dtype:
-            raise UnsupportedDtypeError(
-                f"momentum= was given, whose velocity is {bucket.residual_dtype}, and the gradient "
-                f"is {tensor.spec.dtype}",
-                tensor=tensor.spec.name,
-                cure="Keep parameters in float32, under torch.autocast if need be, or leave "
-                "momentum to the optimizer",
-            )
+        for tensor in bucket.tensors:
+            if tensor.spec.dtype != bucket.residual_dtype:
+                raise UnsupportedDtypeError(
+                    f"momentum= was given, whose velocity is {bucket.residual_dtype}, and the "
+                    f"gradient is {tensor.spec.dtype}",
+                    tensor=tensor.spec.name,
+                    cure="Keep parameters in float32, under torch.autocast if need be, or leave "
+                    "momentum to the optimizer",
+                )
