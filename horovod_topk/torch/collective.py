@@ -84,11 +84,9 @@ class HorovodCollective(ProcessSetRanks):
 
     def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> _Handle:
         """Start a named allgather of a uint8 tensor; does not block."""
-        timer, process_set = self.timer, self._process_set
         if payload.nbytes > UNCHECKED:
             check_gathered(payload.nbytes * self.size if counts is None else sum(counts), name)
-        timer.first = timer.first or time.perf_counter()
-        return _Handle(hvd.allgather_async(payload, name=name, process_set=process_set), timer)
+        return self._start(name, hvd.allgather_async, payload)
 
     def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """`Meets.meet`: by an allgather."""
@@ -101,7 +99,7 @@ class HorovodCollective(ProcessSetRanks):
     def alltoall(self, payloads: Tensor, name: str) -> _Handle:
         """Start a named alltoall of equal stretches of a uint8 tensor; does not block."""
         splits = torch.full([self.size], payloads.numel() // self.size, dtype=torch.int32)
-        return self._alltoall(payloads, splits, name)
+        return self._start(name, hvd.alltoall_async, payloads, splits)
 
     def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> _Handle:
         """Start a named alltoall whose parts `wait()` adds in rank order; does not block.
@@ -109,22 +107,18 @@ class HorovodCollective(ProcessSetRanks):
         Horovod's own reduce-scatter only supports equal parts.
         """
         splits = torch.tensor(counts, dtype=torch.int32)
-        return self._alltoall(array, splits, name, counts[self.rank])
+        return self._start(name, hvd.alltoall_async, array, splits, summed=counts[self.rank])
 
     def allreduce(self, array: Tensor, name: str) -> _Handle:
         """Start a named allreduce in place; does not block."""
-        timer, process_set = self.timer, self._process_set
-        timer.first = timer.first or time.perf_counter()
-        handle = hvd.allreduce_async_(array, name=name, op=hvd.Sum, process_set=process_set)
-        return _Handle(handle, timer)
+        return self._start(name, hvd.allreduce_async_, array, op=hvd.Sum)
 
-    def _alltoall(
-        self, array: Tensor, splits: Tensor, name: str, summed: int | None = None
+    def _start(
+        self, name: str, verb: Any, *sent: Tensor, summed: int | None = None, **options: Any
     ) -> _Handle:
-        timer, process_set = self.timer, self._process_set
-        timer.first = timer.first or time.perf_counter()
-        handle = hvd.alltoall_async(array, splits, name=name, process_set=process_set)
-        return _Handle(handle, timer, name, summed)
+        self.timer.first = self.timer.first or time.perf_counter()
+        handle: int = verb(*sent, name=name, process_set=self._process_set, **options)
+        return _Handle(handle, self.timer, name, summed)
 
 
 class HorovodTalk:

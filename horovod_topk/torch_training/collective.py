@@ -91,7 +91,8 @@ class GroupCollective:
         self._ranks: list[int] = dist.get_process_group_ranks(group)  # in the default group
         backends = dist.get_backend_config(group).split(",")  # cpu:gloo,cuda:nccl
         self._devices = {each.split(":")[0] for each in backends}
-        self._meeting = within or Meeting.of(group)
+        has_store = _get_process_group_store(group) is not None  # MPI has none
+        self._meeting = within or (Meeting(group) if has_store else None)
 
     @property
     def on_host(self) -> bool:
@@ -248,11 +249,6 @@ class Meeting:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank = group, dist.get_rank(group)
         self._ranks = range(dist.get_world_size(group))
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Meeting | None:
-        """The meetings of a process group; None: its backend has no store, such as MPI."""
-        return None if _get_process_group_store(group) is None else cls(group)
 
     def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """`Meets.meet`."""

@@ -72,25 +72,21 @@ class AllgatherBucket(BucketExchange[Array]):
         if self._unwanted:
             wait_for_dropped(self._unwanted)
         self._name = name
-        if self.stages:
-            self._encoder.begin(gradients, name, moments)
-            return
-        self._codec.encode_shards([self._arenas], gradients, [self._payload], moments)
-        self._pending = self._collective.allgather(self._payload, name)
+        self._encoder.begin(gradients, name, moments)
+        if not self._encoder.waits:
+            self._pending = self._collective.allgather(self._payload, name)
 
     def advance(self) -> None:
         """`BucketExchange.advance`: send the payload once the announcements have arrived."""
         if not self._encoder.waits:
             return
-        failed: TopKError | None = None
         try:
             self._encoder.complete()
-        except TopKError as error:  # other ranks wait for this rank: send flags
+        except TopKError:  # other ranks wait for this rank: send flags
             self._codec.flag_all(self._bucket, self._payload)
-            failed = error
+            self._pending = self._collective.allgather(self._payload, self._name)
+            raise
         self._pending = self._collective.allgather(self._payload, self._name)
-        if failed is not None:
-            raise failed
 
     def drain(self) -> None:
         """`BucketExchange.drain`."""

@@ -7,24 +7,12 @@ here, before the first step.
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_topk.config import Settings
 from horovod_topk.errors import ConfigError
 
 ALONE = "world size 1: there is nobody to exchange with"  # why nothing is compressed
-
-
-class ProcessSet(Protocol):
-    """Interface that Horovod's process sets of every framework have in common."""
-
-    def included(self) -> bool:
-        """Whether this rank is in the process set."""
-        ...
-
-    def size(self) -> int:
-        """Number of ranks in the process set."""
-        ...
 
 
 def elastic() -> bool:
@@ -80,8 +68,8 @@ def check_all_exchange(process_set: Any) -> None:
         )
 
 
-def why_inactive(process_set: ProcessSet) -> str | None:
-    """Reason why nothing will be compressed; None: gradients will be compressed."""
+def why_inactive(process_set: Any) -> str | None:
+    """Reason why nothing will be compressed among a process set's ranks; None: there is none."""
     if not process_set.included():
         return "this rank is not in the optimizer's process set"
     if process_set.size() == 1 and not elastic():

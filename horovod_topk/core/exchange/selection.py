@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from horovod_topk.core.exchange.agreement import gather_bytes
 from horovod_topk.core.exchange.allgather import Allgather
@@ -45,7 +45,7 @@ def exchange_of(plan: Plan, ops: Ops[Array], collective: Collective[Array]) -> E
     kind, because = plan.config.exchange, ""
     if kind == "auto" and elastic():  # ranks that join late construct it alone
         kind, because = "allgather", "the job is elastic, and an allgather has no owners"
-    if kind in ("allgather", "sharded", "reduce", "allreduce"):
+    if kind in _OVER_ALL:
         in_rounds = plan.config.in_rounds
         return make_exchange(kind, collective, because=because, in_rounds=in_rounds)
     nodes = find_nodes(ops, collective)
@@ -53,7 +53,13 @@ def exchange_of(plan: Plan, ops: Ops[Array], collective: Collective[Array]) -> E
     if kind == "auto":
         kind, because = choose(plan, collective, nodes, can_split=unable is None)
     elif unable is not None:
-        _refuse(nodes, unable)
+        raise ConfigError(
+            f"exchange='hierarchical' exchanges among ranks such as {list(nodes.groups[0])}, for "
+            f"which there is no process set, and rank {unable} cannot add one",
+            cure="Call hvd.init(process_sets='dynamic') or set HOROVOD_DYNAMIC_PROCESS_SETS=1, on "
+            "every rank; an optimizer of a process set needs them added by hvd.add_process_set on "
+            "all ranks beforehand",
+        )
     return make_exchange(kind, collective, nodes, because)
 
 
@@ -137,16 +143,6 @@ def fewest(cost: Mapping[str, int]) -> str:
         if 10 * cost[kind] < 9 * cost[best]:
             best = kind
     return best
-
-
-def _refuse(nodes: Nodes, unable: int) -> NoReturn:
-    raise ConfigError(
-        f"exchange='hierarchical' exchanges among ranks such as {list(nodes.groups[0])}, for which "
-        f"there is no process set, and rank {unable} cannot add one",
-        cure="Call hvd.init(process_sets='dynamic') or set HOROVOD_DYNAMIC_PROCESS_SETS=1, on "
-        "every rank; an optimizer of a process set needs them added by hvd.add_process_set on "
-        "all ranks beforehand",
-    )
 
 
 def _reduced_to(nodes: Nodes) -> str:

@@ -83,7 +83,12 @@ class ShardedExchange(Exchange[Array]):
 
     def buffer_bytes(self, plan: Plan) -> int:
         """`Exchange.buffer_bytes`."""
-        return sum(held_bytes(self.sharded(bucket), self.rank) for bucket in plan.buckets)
+        total, ranks = 0, self.ranks
+        for split in map(self.sharded, plan.buckets):
+            owned = split.gather[self.rank]
+            total += 2 * ranks * split.scatter_bytes + (1 + ranks) * split.gather_bytes
+            total += owned.numel * WIDTH[owned.residual_dtype]
+        return total
 
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: to each owner directly, and back in a ring from rank to rank.
@@ -243,10 +248,3 @@ class ShardedBucket(BucketExchange[Array]):
         """Wait for collectives that read memory which is about to be written."""
         wait_for_dropped(self._unwanted)
         self._aborted = False
-
-
-def held_bytes(plan: ShardedPlan, rank: int) -> int:
-    """Bytes of memory for the payloads and the sums of one bucket."""
-    ranks, owned = len(plan.scatter), plan.gather[rank]
-    payloads = 2 * ranks * plan.scatter_bytes + (1 + ranks) * plan.gather_bytes
-    return payloads + owned.numel * WIDTH[owned.residual_dtype]
