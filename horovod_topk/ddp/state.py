@@ -111,7 +111,6 @@ class DDPState(BackwardState):
             vars(model).pop("join_hook", None)
 
     def _accumulations(self, hooks: Hooks) -> Iterator[tuple[Tensor, Any]]:
-        """As `BackwardState._accumulations`."""
         slots = hooks.buckets.slots.values()
         return ((slot.parameter, _accumulation_of(slot.parameter)) for slot in slots)
 
@@ -176,8 +175,8 @@ class DDPState(BackwardState):
     def _add(self, hooks: Hooks, slot: Slot, gradient: Tensor) -> None:
         """Note a gradient; launch its bucket if it is the last, unless it waits for a step."""
         if hooks not in self._taking_part:
-            if slot.has_fired:
-                hooks.buckets.check_none_waits()
+            for each in hooks.buckets.slots.values() if slot.has_fired else ():
+                each.check_not_exchanged()
         elif hooks.buckets.add(slot, gradient, gradient):
             hooks.launch(slot.ordinal)
 
@@ -232,7 +231,6 @@ class DDPState(BackwardState):
                 hooks.hand_out()
 
     def _drop_step(self) -> None:
-        """As `TrainingState._drop_step`."""
         super()._drop_step()
         self._futures = []
 

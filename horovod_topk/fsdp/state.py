@@ -205,7 +205,6 @@ class FSDPState(BackwardState):
         self._launch(hooks)
 
     def _drop_step(self) -> None:
-        """As `TrainingState._drop_step`."""
         super()._drop_step()
         self._next, self._failed = {}, None
 

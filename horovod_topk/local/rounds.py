@@ -103,10 +103,10 @@ class Rounds(Generic[Array]):
         fragments: Sequence[Fragment[Array]],
         weights: Weights[Array],
         ops: Ops[Array],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.fragments, self._weights, self._ops = config, fragments, weights, ops
-        self._clock, self._began = clock, clock()
+        self._clock: Callable[[], float] = time.monotonic  # seconds
+        self._began = self._clock()
         self.steps = self.origin = 0
         self.has_begun = False
 

@@ -204,8 +204,10 @@ class OptimizerState(TrainingState):
     def _check_late_sparse(self, optimizer: Any) -> None:
         """Refuse late sparse gradients before `synchronize()` sends; see `Buckets.check_late`."""
         if not optimizer.sparse_as_dense:
-            for slot in self._buckets.late_sparse():
-                _check_may_leave(slot.spec.name, self._compressor)
+            for slot in self._buckets.slots.values():
+                gradient = slot.parameter.grad
+                if not slot.ready and gradient is not None and gradient.is_sparse:
+                    _check_may_leave(slot.spec.name, self._compressor)
 
 
 def _asked_groups(optimizer: Any) -> Iterator[Sequence[Tensor]]:

@@ -294,11 +294,6 @@ class Buckets:
         """Whether backward has added to any gradient since the last exchange."""
         return any(slot.has_fired for slot in self.slots.values())
 
-    def check_none_waits(self) -> None:
-        """Refuse to exchange gradients beside others that wait for the same optimizer's step."""
-        for slot in self.slots.values():
-            slot.check_not_exchanged()
-
     def present(self) -> list[tuple[Any, int]]:
         """Identity and version of each parameter's gradient, to see whether one was written.
 
@@ -331,11 +326,6 @@ class Buckets:
             gradient = slot.gradient
             if gradient is None or not gradient.is_sparse:
                 slot.check_matches(slot.parameter if gradient is None else gradient)
-
-    def late_sparse(self) -> list[Slot]:
-        """Slots whose gradient is sparse and not ready yet."""
-        missing = ((slot, slot.parameter.grad) for slot in self.slots.values() if not slot.ready)
-        return [slot for slot, gradient in missing if gradient is not None and gradient.is_sparse]
 
     def use_of(self, optimizer: Any, *, with_zeros: bool) -> Use | None:
         """What a step that begins uses of the exchanged gradients; None: none of them.
@@ -372,16 +362,16 @@ class Buckets:
         self.sent.clear()
 
 
-def first_elements(gradients: Sequence[Tensor], most: int = COMPARED) -> Tensor:
-    """The first elements of each gradient in row-major order, `most` at most, concatenated.
+def first_elements(gradients: Sequence[Tensor]) -> Tensor:
+    """The first elements of each gradient in row-major order, `COMPARED` at most, concatenated.
 
     The result has a dtype that holds all of them exactly.
     """
     return torch.cat(
         [
-            g.as_strided((min(most, g.numel()),), (1,))
+            g.as_strided((min(COMPARED, g.numel()),), (1,))
             if g.is_contiguous()
-            else g.reshape(-1)[:most]
+            else g.reshape(-1)[:COMPARED]
             for g in gradients
         ]
     )

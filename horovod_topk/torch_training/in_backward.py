@@ -138,7 +138,6 @@ class BackwardState(TrainingState):
         return ()
 
     def _use(self, *each: Any) -> None:
-        """As `TrainingState._use`."""
         self._slots = {i: (hooks, s) for hooks in each for i, s in hooks.buckets.slots.items()}
         super()._use(*each)
 
@@ -151,7 +150,6 @@ class BackwardState(TrainingState):
             self._failed = self._failed or error
 
     def _drop_step(self) -> None:
-        """As `TrainingState._drop_step`."""
         for hooks in self._each if self.active else ():
             hooks.compressor.abandon()
             hooks.buckets.forget()

@@ -124,7 +124,12 @@ class OneBitAdam(Optimizer):
         super().add_param_group(param_group)
         try:
             _check(self.param_groups[-1])
-            _check_same_phase(self.param_groups)
+            if len({group["freeze_after"] for group in self.param_groups}) > 1:
+                raise ConfigError(
+                    "parameter groups have different freeze_after, and all of them are exchanged "
+                    "in the same form",
+                    cure="Pass one freeze_after for all groups",
+                )
         except ConfigError:
             self.param_groups.pop()
             raise
@@ -190,7 +195,8 @@ class OneBitAdam(Optimizer):
         if not self._is_frozen:
             self._momenta.difference_update(map(id, parameters))
             return
-        betas = {id(p): _beta1(group) for group in self.param_groups for p in group["params"]}
+        pairs = ((p, group["betas"]) for group in self.param_groups for p in group["params"])
+        betas = {id(p): float(beta1) for p, (beta1, _) in pairs}
         for p, gradient in zip(parameters, gradients, strict=True):
             state, beta = self.state.get(p), betas[id(p)]
             gradient.mul_(1 - beta)
@@ -244,8 +250,10 @@ class OneBitAdam(Optimizer):
             self._missing = None
             return
         if self._missing is None:
-            self._missing = [p for group in self.param_groups for p in group["params"]]
-            self._missing = [p for p in self._missing if not _has_variance(self.state.get(p))]
+            every = [p for group in self.param_groups for p in group["params"]]
+            squares = (self.state.get(p, {}).get("exp_avg_sq") for p in every)
+            pairs = zip(every, squares, strict=True)
+            self._missing = [p for p, each in pairs if each is None or not torch.any(each)]
             names = [self._name_of(p) for p in self._missing if p.requires_grad]
             if names:
                 log.warning(
@@ -316,23 +324,6 @@ def corrections(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[flo
 
 def _steps(state: Mapping[str, Any]) -> int:
     return int(state["step"])
-
-
-def _beta1(group: Mapping[str, Any]) -> float:
-    return float(group["betas"][0])
-
-
-def _has_variance(state: Mapping[str, Any] | None) -> bool:
-    return bool(state) and bool(torch.any(state["exp_avg_sq"]))  # type: ignore[index]
-
-
-def _check_same_phase(groups: Sequence[Mapping[str, Any]]) -> None:
-    if len({group["freeze_after"] for group in groups}) > 1:
-        raise ConfigError(
-            "parameter groups have different freeze_after, and all of them are exchanged in the "
-            "same form",
-            cure="Pass one freeze_after for all groups",
-        )
 
 
 def _check(group: dict[str, Any]) -> None:

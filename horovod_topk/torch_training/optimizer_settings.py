@@ -235,20 +235,16 @@ def fit_momentum(
 
 
 def _rule_of(optimizer: Any) -> Rule:
-    """Return the rule by which an optimizer's steps are adapted."""
-    if not _is_known(optimizer):
-        return tracker.OWN
-    return tracker.SGD if isinstance(optimizer, SGD) else tracker.ADAM
-
-
-def _is_known(optimizer: Any) -> bool:
-    """Whether it is an SGD, Adam or AdamW with momentum, whose update is written here."""
-    return (
+    """Return the rule by which steps are adapted: `OWN`, unless their update is written here."""
+    is_known = (
         isinstance(optimizer, (SGD, Adam, AdamW))
         and _steps_as_known(optimizer)
         and all(map(_has_numbers, optimizer.param_groups))
         and any(map(_now, optimizer.param_groups))
     )
+    if not is_known:
+        return tracker.OWN
+    return tracker.SGD if isinstance(optimizer, SGD) else tracker.ADAM
 
 
 def _check_eps(optimizer: Any, config: Method) -> None:

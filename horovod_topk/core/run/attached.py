@@ -57,7 +57,7 @@ class Attached(Generic[Kept]):
     @property
     def _states(self) -> Sequence[Kept]:
         """The state of each optimizer that exchanges gradients."""
-        return (self._state,)
+        return (self._state,) if self.active else ()
 
     def stats(self) -> Stats:
         """Totals and norms so far. Waits for the device; call it on any rank, it is local.
@@ -83,8 +83,6 @@ class Attached(Generic[Kept]):
     @property
     def tensors(self) -> dict[str, list[int]]:
         """Shapes of the compressed gradients that are known so far, by name."""
-        if not self.active:
-            return {}
         specs = (spec for state in self._states for spec in state.specs().items())
         return {name: list(spec.shape) for name, spec in specs}
 
@@ -99,12 +97,12 @@ class Attached(Generic[Kept]):
 
         It is equal on all ranks. With several optimizers it is the sum of their steps.
         """
-        return sum(state.ended for state in self._states) if self.active else 0
+        return sum(state.ended for state in self._states)
 
     @property
     def ratio(self) -> float:
         """Share of each tensor's elements that the next step sends; see `set_ratio`."""
-        return max(state.ratio for state in self._states) if self.active else 1.0
+        return max((state.ratio for state in self._states), default=1.0)
 
     def set_ratio(self, ratio: float | None) -> None:
         """Send another share of elements from the next step on; None: the share of the settings.
@@ -122,11 +120,10 @@ class Attached(Generic[Kept]):
         """
         if self.active:
             check_kept(self.manager, f"set_ratio({ratio!r}) was called, of which")
-            for state in self._states:
-                if ratio is not None:
-                    state.schedule.check(ratio)
-            for state in self._states:
-                state.set_ratio(ratio)
+        for state in self._states if ratio is not None else ():
+            state.schedule.check(ratio)
+        for state in self._states:
+            state.set_ratio(ratio)
 
     def probe(self, every: int | None) -> None:
         """Exchange a bucket dense beside compressed in one step of `every`, each bucket in turn.
@@ -143,7 +140,7 @@ class Attached(Generic[Kept]):
         """
         if every is not None:
             every = check_whole("every", every, 1, 2**31, 100)
-        for state in self._states if self.active else ():
+        for state in self._states:
             state.probe_every(every)
 
     def report(self, value: SupportsFloat) -> None:
@@ -158,7 +155,7 @@ class Attached(Generic[Kept]):
         Raises:
             ConfigError: `value` is not one number.
         """
-        for state in self._states if self.active else ():
+        for state in self._states:
             state.guard.report(number_of(value))
 
     @property
@@ -200,8 +197,7 @@ class Attached(Generic[Kept]):
 
         Every rank has its own: save one file a rank.
         """
-        each = [(state.state_dict(), state.ended) for state in self._states] if self.active else []
-        return of_several(each)
+        return of_several([(state.state_dict(), state.ended) for state in self._states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load residuals that this rank saved; a step under way is dropped.
@@ -228,12 +224,12 @@ class Attached(Generic[Kept]):
         Call it on every rank, or gradients that other ranks hold back still come. How often
         elements arrive and how large the learning rate has been is not forgotten.
         """
-        for state in self._states if self.active else ():
+        for state in self._states:
             state.reset()
 
     def forget(self) -> None:
         """Set the whole state to zero, for ranks that join an elastic job; drop an open step."""
-        for state in self._states if self.active else ():
+        for state in self._states:
             state.forget()
 
     def residual(self, name: str) -> Any:
@@ -252,7 +248,7 @@ class Attached(Generic[Kept]):
 
         No device is waited for. With several optimizers it is called at the end of each one's step.
         """
-        for state in self._states if self.active else ():
+        for state in self._states:
             state.on_step(callback)
 
     def _skip(self, name: str, reason: str) -> None:

@@ -8,11 +8,7 @@ from typing import Generic, TypeVar
 from horovod_topk.core.exchange.probe import Probed
 from horovod_topk.core.exchange.protocol import Exchange, Traffic
 from horovod_topk.core.plan.buckets import Plan
-from horovod_topk.core.run.stats import (
-    NormSample,
-    StepCounters,
-    memory_of,
-)
+from horovod_topk.core.run.stats import NormSample, StepCounters, stored_bytes
 from horovod_topk.core.run.timing import Seconds
 from horovod_topk.core.state.named_state import NamedState
 from horovod_topk.core.state.residual import Squares
@@ -114,5 +110,6 @@ class Counting(Generic[Array]):
         assert plan is not None
         assert exchange is not None
         if self._counted is None or self._counted[0] is not plan:
-            self._counted = plan, memory_of(self.parts.values(), exchange, plan)
+            stored = sum(map(stored_bytes, self.parts.values()))
+            self._counted = plan, stored + exchange.buffer_bytes(plan)
         return self._counted[1]

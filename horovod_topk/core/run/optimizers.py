@@ -44,11 +44,6 @@ def _why_not_late(config: Method) -> str:
     return ""
 
 
-def _why_not_rarely(config: Method) -> str:
-    """Return why no element of these gradients arrives rarely; empty if some may."""
-    return "sums of all ranks have no elements that arrive rarely" if config.in_rounds else ""
-
-
 def guarded(config: Method, deferred: Mapping[str, str]) -> Method:
     """Use a guard by default, unless nothing is compressed.
 
@@ -83,7 +78,8 @@ def fitted(
     """
     why: str | None = ""
     if "momentum" in deferred:
-        why = why_left() or _why_not_late(config) or _why_not_rarely(config) or None
+        rarely = "sums of all ranks have no elements that arrive rarely" if config.in_rounds else ""
+        why = why_left() or _why_not_late(config) or rarely or None
     if "ratio" in deferred and why is None and ratio is not None:
         own: Any = {"ratio": ratio}  # of Top-K
         config = replace(config, **own)
@@ -178,16 +174,14 @@ def advise(kind: str, config: Method, why: str, *, normalises: bool) -> tuple[st
         return ()
     if why and why != HAS_NONE:
         return (warn_of_unknown(kind, why),)
-    return (_warn_of_plain(kind),) if normalises else ()
-
-
-def _warn_of_plain(kind: str) -> str:
-    """Warn that error feedback alone trains much worse with Adam (docs/methods.md)."""
-    return _warned(
+    if not normalises:
+        return ()
+    text = (  # docs/methods.md
         f"TopKEF: {kind} divides by the mean square of gradients that arrive late and all at once, "
         "and trains language models much worse than without compression. Pass momentum='auto', "
         "the default of TopKEF, so that its steps take this into account"
     )
+    return (_warned(text),)
 
 
 def warn_of_unknown(kind: str, why: str) -> str:

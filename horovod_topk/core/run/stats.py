@@ -6,7 +6,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -168,11 +168,6 @@ class NormSample:
             return cls()
         share = 1.0 - left / compensated if compensated > 0.0 else None
         return cls(share, math.sqrt(left / gradient) if gradient > 0.0 else None)
-
-
-def memory_of(parts: Iterable[NamedState[Any]], exchange: Exchange[Any], plan: Plan) -> int:
-    """Bytes of memory for a rank's state and payloads."""
-    return sum(map(stored_bytes, parts)) + exchange.buffer_bytes(plan)
 
 
 def stored_bytes(part: NamedState[Any]) -> int:
