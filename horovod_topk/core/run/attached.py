@@ -120,8 +120,9 @@ class Attached(Generic[Kept]):
         """
         if self.active:
             check_kept(self.manager, f"set_ratio({ratio!r}) was called, of which")
-        for state in self._states if ratio is not None else ():
-            state.schedule.check(ratio)
+        for state in self._states:
+            if ratio is not None:
+                state.schedule.check(ratio)
         for state in self._states:
             state.set_ratio(ratio)
 
