@@ -61,8 +61,8 @@ class PayloadCodec(Generic[Array]):
 
     def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
         self.ops = ops
-        self._encoders: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint,
-        self._decoders: dict[bytes, Fused[Array] | None] = {}  # as all that can share a kernel do
+        self._encoders: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
+        self._decoders: dict[bytes, Fused[Array] | None] = {}  # the same
         self.measures, self.withholding = MeasureStore(ops, arrived), Withholding(ops)
         self.waiting: list[Arrived[Array]] | None = None
         self._committed: Callable[[], Any] = lambda: 0

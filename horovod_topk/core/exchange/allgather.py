@@ -72,9 +72,11 @@ class AllgatherBucket(BucketExchange[Array]):
         if self._unwanted:
             wait_for_dropped(self._unwanted)
         self._name = name
-        self._encoder.begin(gradients, name, moments)
-        if not self._encoder.waits:
-            self._pending = self._collective.allgather(self._payload, name)
+        if self.stages:
+            self._encoder.begin(gradients, name, moments)
+            return
+        self._codec.encode_shards([self._arenas], gradients, [self._payload], moments)
+        self._pending = self._collective.allgather(self._payload, name)
 
     def advance(self) -> None:
         """`BucketExchange.advance`: send the payload once the announcements have arrived."""

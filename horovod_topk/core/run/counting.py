@@ -27,12 +27,12 @@ class Counting(Generic[Array]):
     """
 
     def __init__(self) -> None:
-        self.plan: Plan | None = None
-        self.exchange: Exchange[Array] | None = None
+        self.plan: Plan | None = None  # of the last step; None: no tensor is known yet
+        self.exchange: Exchange[Array] | None = None  # None: it is not selected yet
         self.parts: dict[str, NamedState[Array]] = {}
         self.steps = self.rolled_back = self.unapplied = 0
-        self.sent_bytes = self.dense_bytes = 0
-        self.seconds, self.sample = Seconds(), NormSample()
+        self.sent_bytes = self.dense_bytes = 0  # of all these steps, as in `Stats`
+        self.seconds, self.sample = Seconds(), NormSample()  # of all; of the last that was sampled
         self._counted: tuple[Plan, int] | None = None  # a plan, and the bytes of memory it takes
         self._begun = 0  # what a loaded checkpoint adds to the number of ended steps
         self.callbacks: list[Callable[[StepCounters], None]] = []

@@ -56,9 +56,7 @@ class StepBucket(Generic[Array]):
     gradient: Any = None  # sum of squares of its gradients, in a sampled step
     exchanged: Sequence[Array] = ()  # that of each exchanged gradient, in a weighed step
     follower: Follower[Array] | None = None  # if the optimizer's update depends on the exchange
-    follower_states: Mapping[str, Arenas[Array]] = field(
-        default_factory=dict
-    )  # its states, by name
+    follower_states: Mapping[str, Arenas[Array]] = field(default_factory=dict)  # by name
 
 
 class Step(Generic[Array]):
@@ -90,11 +88,11 @@ class Step(Generic[Array]):
         timer: StepTimer | None = None,
         followers: Followers | None = None,
     ) -> None:
-        self.name = name
+        self.name = name  # prefix of the collectives' names, equal on all ranks
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._followers = followers
         self._number, self._timer = number, timer or StepTimer()
-        self.samples = self.weighs = False
+        self.samples = self.weighs = False  # whether it sums up squares, for `sample`, `weights`
         self._sent_numbers: list[Any] = []  # the host's measures in the payloads; at first none
         self.probe: Probe[Array] | None = None
         self.sent: set[int] = set()
