@@ -294,7 +294,7 @@ class Stretch(Generic[Array]):
     """`StoredArray` that is a stretch of an arena."""
 
     arenas: Arenas[Array]
-    place: tuple[int, int]  # start and stop
+    span: tuple[int, int]  # start and stop
     ops: Ops[Array]
     numel: int
     parts: int
@@ -302,15 +302,15 @@ class Stretch(Generic[Array]):
 
     def read(self) -> Array:
         """`StoredArray.read`: a view."""
-        aside = self.arenas.aside.get(self.place)
-        return self.arenas.read(*self.place, self.ops) if aside is None else aside
+        aside = self.arenas.aside.get(self.span)
+        return self.arenas.read(*self.span, self.ops) if aside is None else aside
 
     def write(self, source: Array) -> None:
         """`StoredArray.write`."""
-        if self.place in self.arenas.aside:
-            self.ops.assign(self.arenas.aside[self.place], source)
+        if self.span in self.arenas.aside:
+            self.ops.assign(self.arenas.aside[self.span], source)
         else:
-            self.arenas.write(*self.place, source, self.ops)
+            self.arenas.write(*self.span, source, self.ops)
 
 
 class ResidualRegistry(NamedState[Array]):
