@@ -17,7 +17,10 @@ from horovod_topk.torch_training import local_steps
 
 
 class LocalSteps(local_steps.LocalSteps):
-    """`horovod_topk.torch_training.local_steps.LocalSteps` over Horovod."""
+    """`horovod_topk.torch_training.local_steps.LocalSteps` over Horovod.
+
+    process_set: Horovod's process set of the ranks that exchange.
+    """
 
     compressors = Compressor
 
