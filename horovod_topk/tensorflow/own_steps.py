@@ -60,7 +60,7 @@ class OwnStep:
         farthest = rms_of(self._before) * formulas.FARTHEST
         if rate is not None:
             farthest = tf.maximum(farthest, tf.cast(rate, variable.dtype))
-        known = factor, self._share, farthest
+        known = self._gradient, factor, self._share, farthest
         after = formulas.own_weight(self._before, now, *known, self._family, VERBS)
         self._write(variable, after, now)
         self._write(self._piece, self._following, self._kept)

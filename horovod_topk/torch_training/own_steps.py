@@ -134,4 +134,6 @@ def correct(each: OwnStep, farthest: Tensor, family: Family) -> None:
     often = formulas.arrives_often(each.codes).view(shape)
     factor = torch.where(often, *each.damping.to(kind))
     weights, known = (each.before.to(kind), each.weight.to(kind)), (factor, share)
-    each.weight.copy_(formulas.own_weight(*weights, *known, farthest.to(kind), family, VERBS))
+    gradient = each.gradient.to(kind).view(shape)
+    after = formulas.own_weight(*weights, gradient, *known, farthest.to(kind), family, VERBS)
+    each.weight.copy_(after)

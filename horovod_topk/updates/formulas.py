@@ -347,12 +347,15 @@ class Family:
     has_mean: bool = False  # a state, such as `exp_avg`, is a mean of gradients: Adam's m
     ratio: float | None = None  # the default for them; None: that of the compressor
     is_limited: bool = True  # the size of a step does not follow that of the gradient
+    waiting: float = 1.0  # multiplies the step of an element whose gradient has not arrived
 
 
 LINEAR = Family("is linear in the gradient", ("sgd", "asgd"))
-SIGN = Family("takes the sign", ("lion", "signsgd", "signum", "tiger", "rprop"), ratio=0.1)
+SIGN = Family(
+    "takes the sign", ("lion", "signsgd", "signum", "tiger", "rprop"), ratio=0.1, waiting=0.5
+)
 MATRIX = Family(
-    "divides by roots of matrices", ("muon", "dion", "shampoo", "soap", "kron"), ratio=0.25
+    "divides by roots of matrices", ("muon", "dion", "shampoo", "soap", "kron"), ratio=1.0
 )
 SCALED = Family(
     "scales the mean by an estimate", ("dadapt", "prodigy", "adopt"), is_damped=True, ratio=0.1
@@ -412,13 +415,14 @@ def own_mean(mean: Any, g: Any, share: Any, began: float) -> Any:
 
 
 def own_weight(
-    before: Any, now: Any, factor: Any, share: Any, farthest: Any, of: Family, verbs: Verbs
+    before: Any, now: Any, g: Any, factor: Any, share: Any, farthest: Any, of: Family, verbs: Verbs
 ) -> Any:
     """Return the weight after the corrected step: p + d', and p' itself where d' is d.
 
     Args:
         before: p.
         now: p'.
+        g: G.
         factor: c of each element's class.
         share: phi'^(1/4).
         farthest: max(lr, rms / 5).
@@ -426,14 +430,21 @@ def own_weight(
         verbs: the framework's.
     """
     change = now - before
-    corrected = own_change(change, factor, share, of, verbs)
+    corrected = own_change(change, g, factor, share, of, verbs)
     if of.is_limited:
         corrected = own_limited(corrected, farthest, share, verbs)
     return verbs.where(corrected == change, now, before + corrected)
 
 
-def own_change(change: Any, factor: Any, share: Any, of: Family, verbs: Verbs) -> Any:
-    """d' = c d; where d divides by a largest magnitude, d' = c d / max(phi', 1/100)^(1/2)."""
+def own_change(change: Any, g: Any, factor: Any, share: Any, of: Family, verbs: Verbs) -> Any:
+    """d' = c d; where d divides by a largest magnitude, d' = c d / max(phi', 1/100)^(1/2).
+
+    Where d is a sign, d' = d / 2 while an element waits: G = 0 and phi' < 1. Signs of gradients
+    that arrive each time cancel one another; that of a mean which nothing is added to stays.
+    """
+    if of.waiting < 1.0:
+        waiting = verbs.where(share < 1.0, change * of.waiting, change)
+        change = verbs.where(g == 0.0, waiting, change)
     if of.is_damped:
         change = change * factor
     if of.is_stretched:

@@ -1,11 +1,12 @@
 """Models of the default's study with the optimizers that people train with, on simulated ranks.
 
 `horovod-topk compare --simulated` calls `workload(**options)`. Optimizers that PyTorch does not
-have are those of the package pytorch_optimizer.
+have are those of the packages pytorch_optimizer, bitsandbytes and torchao.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -32,13 +33,14 @@ def muon_and_adamw(model: nn.Module, lr: float) -> list[Optimizer]:
     return [optim.Muon(hidden, lr=lr), optim.AdamW(others, lr=lr / 5, betas=(0.9, 0.95))]
 
 
-def of_package(name: str, **settings: Any) -> Callable[..., Optimizer]:
-    """An optimizer of pytorch_optimizer."""
+def of_package(
+    name: str, module: str = "pytorch_optimizer", **settings: Any
+) -> Callable[..., Optimizer]:
+    """An optimizer of a package that only this study needs."""
 
     def make(parameters: Any, lr: float) -> Optimizer:
-        import pytorch_optimizer
-
-        made: Optimizer = getattr(pytorch_optimizer, name)(parameters, lr=lr, **settings)
+        kind = getattr(importlib.import_module(module), name)
+        made: Optimizer = kind(parameters, lr=lr, **settings)
         return made
 
     return make
@@ -61,6 +63,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "ADOPT": of_package("ADOPT"),
     "Prodigy": of_package("Prodigy"),
     "Schedule-Free AdamW": of_package("ScheduleFreeAdamW"),
+    "8-bit AdamW": of_package("AdamW8bit", "bitsandbytes.optim"),
+    "8-bit Lion": of_package("Lion8bit", "bitsandbytes.optim", weight_decay=0.1),
+    "4-bit AdamW": of_package("AdamW4bit", "torchao.optim"),
 }
 
 

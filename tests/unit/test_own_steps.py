@@ -137,11 +137,12 @@ def test_formulas() -> None:
     share = (1 / 16) ** 0.25
     assert formulas.own_mean(8.0, 4.0, share, 0.5) == pytest.approx(8 / 4 + 3 / 4 * 0.5 * 4)
     assert formulas.own_mean(8.0, 4.0, 1.0, 0.5) == 8.0
-    change = partial(formulas.own_change, 3.0, 0.5, share, verbs=NUMBERS)
-    assert change(of=formulas.SIGN) == 3.0
+    change = partial(formulas.own_change, 3.0, 2.0, 0.5, share, verbs=NUMBERS)
+    waiting = partial(formulas.own_change, 3.0, 0.0, 0.5, of=formulas.SIGN, verbs=NUMBERS)
+    assert (change(of=formulas.SIGN), waiting(share), waiting(1.0)) == (3.0, 1.5, 3.0)
     assert change(of=formulas.SQUARES) == 1.5
     assert change(of=formulas.LARGEST) == pytest.approx(1.5 * 4)
-    rare = formulas.own_change(3.0, 1.0, 0.0, formulas.LARGEST, NUMBERS)
+    rare = formulas.own_change(3.0, 2.0, 1.0, 0.0, formulas.LARGEST, NUMBERS)
     assert rare == pytest.approx(30.0)
     limited = [formulas.own_limited(d, 1.0, 0.5, NUMBERS) for d in (-3.0, -0.5, 3.0)]
     assert limited == [-1.0, -0.5, 1.0]
