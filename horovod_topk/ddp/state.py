@@ -265,7 +265,8 @@ def check_is_compressed(model: nn.Module, inputs: Any) -> None:
     nothing.
     """
     copies = [state.is_copy for state in _states_of(model)]
-    if copies and all(copies) and model.training and torch.is_grad_enabled():
+    trains = model.training and torch.is_grad_enabled()
+    if copies and all(copies) and trains and any(p.requires_grad for p in model.parameters()):
         raise NotAttachedError(
             "this model is a copy of one whose gradients are compressed, and PyTorch does not "
             "copy communication hooks: it would train without compression",

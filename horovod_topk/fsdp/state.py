@@ -26,8 +26,8 @@ from horovod_topk.torch_training.state import TrainingCompressor
 from horovod_topk.torch_training.tracing import untraced
 
 SYNC = (
-    "Call set_requires_gradient_sync(True) on the model before a step's last backward(), and "
-    "zero_grad() after the step"
+    "Call set_requires_gradient_sync(True) on the model before a step's last backward(), step() "
+    "when that has ended, and zero_grad() after the step"
 )
 ACCUMULATE = (
     "Call set_requires_gradient_sync(False) on the model before all but a step's last backward(), "

@@ -174,7 +174,13 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
             self.averages.exchange()
 
     def begin(self) -> None:
-        """Make the present weights the anchors, before an inner step."""
+        """Make the present weights the anchors, before an inner step.
+
+        An exchange under way, of other weights' movements, is dropped.
+        """
+        for runner in self._runners:
+            runner.abandon()
+        self.rounds.drop()
         self.rounds.begin()
         self._is_checked = elastic()
 

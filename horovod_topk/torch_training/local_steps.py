@@ -234,17 +234,25 @@ class LocalSteps(Optimizer):
         Raises:
             ConfigError: a parameter is trained that was frozen when this object was made.
         """
-        self._counter.note_counted()
-        state = self._topkef
-        if state.is_new and closure is None and not self._has_gradient():
+        if not self._begins(closure):
             return self._inner.step()  # as hvd.broadcast_optimizer_state does
-        state.is_new = False
-        if not state.rounds.has_begun:
-            self.begin()
         loss = self._inner_step(closure)
         self.count()
         return loss
 
+    @untraced
+    def _begins(self, closure: Any) -> bool:
+        """Whether training has begun: not before the first gradient. Takes the anchors then."""
+        self._counter.note_counted()
+        state = self._topkef
+        if state.is_new and closure is None and not self._has_gradient():
+            return False
+        state.is_new = False
+        if not state.rounds.has_begun:
+            self.begin()
+        return True
+
+    @untraced
     @torch.no_grad()
     def begin(self) -> None:
         """Make the present weights the anchors, as the first `step()` does. A collective."""
@@ -252,6 +260,7 @@ class LocalSteps(Optimizer):
         self._topkef.begin()
         self._topkef.check_equal()
 
+    @untraced
     @torch.no_grad()
     def count(self) -> None:
         """Count an inner step that was taken elsewhere, and take the outer steps that are due."""
@@ -259,6 +268,7 @@ class LocalSteps(Optimizer):
         if self._topkef.count():
             self._check_trained()
 
+    @untraced
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make an outer step of all that ranks have moved since, so that they have equal weights.

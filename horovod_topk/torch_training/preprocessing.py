@@ -28,6 +28,7 @@ from torch import Tensor
 from horovod_topk.core.codec.clipping import LocalClip
 from horovod_topk.core.plan.buckets import Plan
 from horovod_topk.errors import ConfigError, GradientChangedError, UnsupportedDtypeError
+from horovod_topk.torch_training.gradients import local
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.tracing import untraced
 
@@ -159,9 +160,10 @@ class UnknownScaler:
         """Note the gradients that were exchanged. Waits for the device."""
         self._seen, self.looks = None, self.looks - 1
         for gradient in gradients:
-            if gradient is not None and not gradient.is_sparse and gradient.numel():
-                at = int(gradient.reshape(-1).abs().argmax())
-                value = float(gradient.reshape(-1)[at])
+            if gradient is not None and not gradient.is_sparse and local(gradient).numel():
+                elements = local(gradient).reshape(-1)
+                at = int(elements.abs().argmax())
+                value = float(elements[at])
                 if value and math.isfinite(value):
                     self._seen = gradient, at, value, gradient._version
                     return
@@ -174,7 +176,7 @@ class UnknownScaler:
         if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused step divides
             return float(scale)
         gradient, at, before, version = seen
-        now = float(gradient.reshape(-1)[at])
+        now = float(local(gradient).reshape(-1)[at])
         divisor = before / now if now else 1.0
         if gradient._version != version:  # clipping writes, perhaps after a scaler
             return divisor if UNSCALED <= divisor < math.inf else 1.0

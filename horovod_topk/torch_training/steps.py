@@ -111,7 +111,7 @@ class Hooks(abc.ABC):
         self._is_handed_out = self._watches_clipping
         self._note(UNSEEN)
         if self._scaler is not None:
-            self._scaler.note(slot.gradient for slot in self.buckets.slots.values())
+            self._scaler.note(slot.parameter.grad for slot in self.buckets.slots.values())
         if self.updates is not None and (optimizer := self.optimizer()) is not None:
             # This hook runs after the user's own hooks: those should see the gradients.
             _move(optimizer, "_optimizer_step_pre_hooks", self._before, last=True)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import horovod_topk.ddp as adapter
 from horovod_topk import checkpoint
@@ -411,6 +412,25 @@ def test_delayed_fragments_keep_a_share_of_the_local_weights() -> None:
     assert same(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize("method", ["dense", "top-k, sharded"])
+def test_weights_that_are_loaded_become_the_anchor(method: str) -> None:
+    """Nothing of an exchange that was under way moves it."""
+
+    def train(number: int, collective: Any) -> dict[str, Tensor]:
+        settings = {"every": 4, "delay": 2, "fragments": 2, "compression": METHODS[method]()}
+        rank = Rank(number, collective, **settings)
+        for _ in range(5):
+            rank.step()
+        for p in rank.weights.values():
+            p.detach().fill_(0.5)
+        rank.optimizer.begin()
+        kept: dict[str, Tensor] = rank.state.state_dict()["state.anchor"]["residuals"]
+        return kept
+
+    for kept in run(2, train):
+        assert all(bool((anchor == 0.5).all()) for anchor in kept.values())
+
+
 def test_fragments_share_the_model() -> None:
     def sizes(number: int, collective: Any) -> list[int]:
         rank = Rank(number, collective, every=6, fragments=3)
@@ -512,6 +532,28 @@ def test_a_loss_scaler_that_skips_a_step_skips_no_count() -> None:
     found = run(2, train)
     assert [each[0] for each in found] == [2, 2]
     assert same(found[0][1], found[1][1])
+
+
+@pytest.mark.tiers("rest", "all")
+def test_a_compiled_step_has_the_graphs_of_the_inner_optimizer() -> None:
+    """An outer step that is traced is compiled anew for each tensor and each number."""
+
+    def graphs(compiled: Any, rank: Rank) -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        step = torch.compile(lambda: compiled.step(), backend="eager")
+        for _ in range(5):
+            for p in rank.weights.values():
+                p.grad = torch.ones_like(p)
+            step()
+        return int(counters["stats"]["unique_graphs"])
+
+    def inner(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+
+    rank, alike = (Rank(0, None, every=2, inner=inner) for _ in range(2))
+    assert graphs(rank.optimizer, rank) == graphs(inner(alike.weights.values()), alike) > 0
+    assert rank.optimizer.rounds == 2
 
 
 def test_buffers_are_averaged() -> None:

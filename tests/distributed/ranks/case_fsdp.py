@@ -504,6 +504,22 @@ def test_attaching_between_backward_and_step(plain: tuple[Net, Any], mesh: Devic
     assert_nodes_equal(net, mesh)
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_scaler_is_told_from_a_factor(scaled: bool, mesh: DeviceMesh) -> None:
+    """Gradients that a loop halves have no scale that changes."""
+    net, optimizer = attached(mesh, OPTIMIZERS["AdamW"], SPARSE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss(net, step)).backward()
+        for p in net.parameters():
+            assert p.grad is not None
+            p.grad.mul_(1.0 if scaled else 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(TopKEF.of(net).stats().warnings) == scaled
+
+
 def test_steps_that_are_refused(mesh: DeviceMesh) -> None:
     net, optimizer = attached(mesh, OPTIMIZERS["AdamW"], SPARSE)
     loss(net, 0).backward()
