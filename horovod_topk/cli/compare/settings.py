@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import itertools
 import reprlib
@@ -54,7 +55,6 @@ class CompareSettings:
         simulated: train on simulated ranks, for quality only.
         jobs: number of processes that train simulated ranks.
         title: title above the tables.
-        text: text below the title, on a page.
     """
 
     script: Path
@@ -77,7 +77,6 @@ class CompareSettings:
     simulated: bool = False
     jobs: int = 1
     title: str = ""
-    text: str = ""
 
     @property
     def rows(self) -> dict[str, str]:
@@ -178,7 +177,9 @@ def of_file(path: Path) -> list[CompareSettings]:
     """Read a TOML file: its comparison, or one for each of its tables `[[cases]]`.
 
     A case has the keys of a comparison; missing keys are taken from the top of the file, and its
-    `options` are added to those there. Paths are relative to the file's folder.
+    `options` and `grid` are added to those there. Its `compressors` may be a list of names, or of
+    patterns as of file names, of those at the top. Without a title it has its options as one. Paths
+    are relative to the file's folder.
 
     Raises:
         ConfigError, ValueError: the file cannot be read, or a setting is missing or not valid.
@@ -190,13 +191,30 @@ def of_file(path: Path) -> list[CompareSettings]:
     cases = found.pop("cases", [{}])
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
         raise ValueError(f"{path}: cases = {reprlib.repr(cases)}: write tables [[cases]]")
-    options = found.pop("options", {})
-    for table in ({"options": options}, *cases):
-        _check_types({key: each for key, each in table.items() if key == "options"}, path)
-    return [
-        _of_table({**found, **case, "options": {**options, **case.get("options", {})}}, path)
-        for case in cases
-    ]
+    for table, keys in ((found, (*MERGED, "compressors")), *((case, MERGED) for case in cases)):
+        no_table = {key: table[key] for key in keys if type(table.get(key, {})) is not dict}
+        _check_types(no_table, path)
+    return [_of_table({**found, **_completed(case, found, path)}, path) for case in cases]
+
+
+def _completed(case: Mapping[str, Any], top: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """A case with what it shares with the top of its file.
+
+    Raises:
+        ValueError: the top has no such compressor.
+    """
+    whole = {**case, **{key: {**top.get(key, {}), **case.get(key, {})} for key in MERGED}}
+    if case:
+        whole.setdefault("title", ", ".join(map(str, case.get("options", {}).values())))
+    if isinstance(asked := case.get("compressors"), list):
+        known = top.get("compressors", {})
+        found = {each: fnmatch.filter(known, str(each)) for each in asked}
+        if missing := [each for each, names in found.items() if not names]:
+            raise ValueError(
+                f"{path}: compressors = {missing}: the file has none of that name at its top"
+            )
+        whole["compressors"] = {name: known[name] for names in found.values() for name in names}
+    return whole
 
 
 def _of_table(found: Mapping[str, Any], path: Path) -> CompareSettings:
@@ -227,6 +245,7 @@ def _check_types(found: Mapping[str, Any], path: Path) -> None:
             raise ValueError(f"{path}: {name} = {reprlib.repr(value)}: give {WANTED[TYPES[name]]}")
 
 
+MERGED = ("options", "grid")  # tables of a case that those at the top of its file complete
 Scalar = str | bool | float
 Scalars = tuple[Scalar, ...]
 Seeds = Annotated[object, lambda value: fits(int | tuple[int, ...], value) or type(value) is int]
@@ -244,7 +263,7 @@ WANTED: Mapping[Any, str] = {
 }
 TYPES: Mapping[str, Any] = {  # of settings in a file
     **dict.fromkeys(("script", "seed_argument", "hosts", "network", "controller"), str),
-    **dict.fromkeys(("metric", "version", "title", "text"), str),
+    **dict.fromkeys(("metric", "version", "title"), str),
     **dict.fromkeys(("ranks", "jobs"), int),
     **dict.fromkeys(("limit_seconds", "target", "budget"), float),
     **dict.fromkeys(("compressors", "baselines"), Mapping[str, Any]),
