@@ -2,8 +2,8 @@
 
     python scripts/mutate.py [--baseline] [--only WORD] > mutations.txt
 
-Each mutation (mutate.txt) replaces a text wherever it is in the package, in a copy of the repository, and runs
-the tests that are expected to notice: half an hour in all.
+Each mutation (mutate.txt) replaces a text wherever it is in the package, in a copy of the
+repository, and runs the tests that are expected to notice: half an hour in all.
 """
 
 from __future__ import annotations
