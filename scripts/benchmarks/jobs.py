@@ -96,15 +96,7 @@ def on_hosts(
 ) -> dict[str, Any]:
     """Run a Python program on all ranks of a cluster, and return the JSON that rank 0 writes.
 
-    Args:
-        command: script or module, and its arguments.
-        cluster: made for this job alone.
-        limit_seconds: the job fails if it takes longer.
-        settings: further environment variables.
-        prepare: changes the cluster before the job.
-
-    Raises:
-        ClusterError: it failed.
+    settings: further environment variables; prepare: changes the cluster before the job.
     """
     with tempfile.TemporaryDirectory() as folder, cluster as hosts:
         prepare(hosts)

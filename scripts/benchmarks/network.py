@@ -6,7 +6,6 @@ simulated backward. Writes docs/results/network.json, docs/network.md and a pict
 
     sudo make bench-network                           # all runs: half an hour
     sudo make bench-network ARGS="1gbit --rounds 5"   # these runs; other results are kept
-    python scripts/page.py network                    # the page alone
 
 The authors' bias: they want TopKEF to win. All methods take turns within each run.
 """
@@ -93,11 +92,7 @@ RUNS = {
 
 
 def measure(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """Run `horovod-topk bench` on a cluster, and return its results.
-
-    Raises:
-        ClusterError: the command failed.
-    """
+    """Run `horovod-topk bench` on a cluster, and return its results."""
     command = ["-m", "horovod_topk.cli", "bench", *run.arguments, "--rounds", args.rounds]
     return on_hosts(command, Cluster(HOSTS, Link.of(run.rate)), LIMIT_SECONDS)
 

@@ -83,13 +83,7 @@ class Host:
     def start(
         self, command: Sequence[str], settings: Mapping[str, str] | None = None, **rest: Any
     ) -> subprocess.Popen[bytes]:
-        """Start a command here, in the current folder.
-
-        Args:
-            command: looked up on PATH.
-            settings: environment variables, beside this process's.
-            rest: as `subprocess.Popen` takes them.
-        """
+        """Start a command here, in the current folder."""
         env = os.environ | variables() | dict(settings or {})
         return subprocess.Popen([*self.enter(), *command], env=env, **rest)
 
@@ -121,11 +115,7 @@ class Host:
         return text
 
     def check(self, command: Sequence[str]) -> None:
-        """Run a command here that takes a moment.
-
-        Raises:
-            ClusterError: it failed.
-        """
+        """Run a command here that takes a moment."""
         check([*self.enter(Path("/")), *command])
 
     def lose_power(self) -> None:

@@ -42,11 +42,7 @@ class Figures:
 def check(
     engine: Docker | Buildah, console: Console, frameworks: str, hosts: int, settings: PipSettings
 ) -> Figures:
-    """Build the image and try it.
-
-    Raises:
-        ImageError: something failed.
-    """
+    """Build the image and try it."""
     began = time.monotonic()
     engine.build(frameworks, settings)
     seconds = time.monotonic() - began
@@ -113,11 +109,7 @@ def await_sshd(containers: Containers, names: Sequence[str]) -> None:
 
 
 def summary(printed: str, *, ranks: int) -> str:
-    """The line with which the example ends.
-
-    Raises:
-        ImageError: there is none of so many ranks and all steps.
-    """
+    """The line with which the example ends."""
     found = re.search(rf"topk at .*?ranks: {ranks}, steps: {STEPS};[^\n\[]*", printed)
     if not found:
         raise ImageError(f"the example did not say that it ran:\n{printed[-4000:]}")

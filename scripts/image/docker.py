@@ -11,7 +11,7 @@ from pathlib import Path
 
 from image.engine import DOCKERFILE, ROOT, ImageError
 from image.pip import PipSettings
-from setup.run import Runner, SetupError
+from setup.run import Runner
 
 KEYS = "/home/horovod/.ssh"
 
@@ -65,10 +65,7 @@ class Docker:
             made.remove()
 
     def _check(self, command: Sequence[object], failure: str) -> str:
-        try:
-            return self._runner.check(command, failure)
-        except SetupError as error:
-            raise ImageError(str(error)) from error
+        return self._runner.check(command, failure, error=ImageError)
 
 
 class DockerContainers:
@@ -106,11 +103,7 @@ class DockerContainers:
 
 
 def said(*arguments: str, limit_seconds: float = 60) -> str:
-    """What a command of Docker printed.
-
-    Raises:
-        ImageError: it failed, or took longer.
-    """
+    """What a command of Docker printed."""
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     command = ["docker", *arguments]
     try:

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster import missing as cluster_missing
+from setup.run import SetupError
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile.cpu"
 
 
-class ImageError(Exception):
+class ImageError(SetupError):
     """The image cannot be built or does not work; the message says what failed, and the cure."""
 
 
