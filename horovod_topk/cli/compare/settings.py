@@ -118,7 +118,6 @@ class CompareSettings:
 
 
 def _words(key: str, value: object) -> list[str]:
-    """The command-line words of an argument."""
     option = key if key.startswith("-") else f"--{key}"
     if isinstance(value, bool):
         return [option] if value else []
@@ -126,15 +125,7 @@ def _words(key: str, value: object) -> list[str]:
 
 
 def metric_of(asked: str | None, reported: Sequence[str]) -> Metric:
-    """The metric to compare.
-
-    Args:
-        asked: "accuracy" or "score:higher"; None: the only one that was reported.
-        reported: names of all reported metrics.
-
-    Raises:
-        ValueError: the metric, or its direction, is not known.
-    """
+    """The metric to compare."""
     known = ", ".join(reported) or "none"
     if asked is None:
         if len(reported) != 1:
@@ -156,11 +147,7 @@ def metric_of(asked: str | None, reported: Sequence[str]) -> Metric:
 
 
 def named(texts: Sequence[str]) -> dict[str, str]:
-    """Parse compressors of the command line: "NAME=TopKEF(...)", or without a name.
-
-    Raises:
-        ConfigError, ValueError: a compressor is not valid, or a name is used twice.
-    """
+    """Parse compressors of the command line: "NAME=TopKEF(...)", or without a name."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, call = text.partition("=")
@@ -198,11 +185,7 @@ def of_file(path: Path) -> list[CompareSettings]:
 
 
 def _completed(case: Mapping[str, Any], top: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """A case with what it shares with the top of its file.
-
-    Raises:
-        ValueError: the top has no such compressor.
-    """
+    """A case with what it shares with the top of its file."""
     whole = {**case, **{key: {**top.get(key, {}), **case.get(key, {})} for key in MERGED}}
     if case:
         whole.setdefault("title", ", ".join(map(str, case.get("options", {}).values())))
@@ -235,11 +218,7 @@ def _of_table(found: Mapping[str, Any], path: Path) -> CompareSettings:
 
 
 def _check_types(found: Mapping[str, Any], path: Path) -> None:
-    """Check the types of settings from a file.
-
-    Raises:
-        ValueError: one is wrong; names the setting and what it has to be.
-    """
+    """Check the types of settings from a file."""
     for name, value in found.items():
         if not fits(TYPES[name], value):
             raise ValueError(f"{path}: {name} = {reprlib.repr(value)}: give {WANTED[TYPES[name]]}")
@@ -276,11 +255,7 @@ TYPES: Mapping[str, Any] = {  # of settings in a file
 
 
 def seeds_of(given: int | Sequence[int]) -> tuple[int, ...]:
-    """Seeds from their number, or the seeds themselves.
-
-    Raises:
-        ValueError: there are too many.
-    """
+    """Seeds from their number, or the seeds themselves."""
     if isinstance(given, int):
         _check_whole("--seeds", given, -MOST_SEEDS, MOST_SEEDS)
     return tuple(range(given)) if isinstance(given, int) else tuple(given)
@@ -301,11 +276,7 @@ def _compressors(table: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def checked(settings: CompareSettings) -> CompareSettings:
-    """The settings with an absolute script path, if they can be run.
-
-    Raises:
-        ValueError: they cannot be run.
-    """
+    """The settings with an absolute script path, if they can be run."""
     if not settings.script.is_file():
         raise ValueError(f"{settings.script}: no such script")
     if not settings.compressors and not (settings.baselines and settings.grid):
@@ -336,11 +307,7 @@ def checked(settings: CompareSettings) -> CompareSettings:
 
 
 def _check_numbers(settings: CompareSettings) -> None:
-    """Check that numbers lie within their limits, for the command line and for files.
-
-    Raises:
-        ValueError: one does not; names the option, the value and the limit.
-    """
+    """Check that numbers lie within their limits, for the command line and for files."""
     _check_whole("--ranks", settings.ranks, 1 if settings.simulated else 2, MOST_RANKS)
     _check_whole("--jobs", settings.jobs, 1, MOST_JOBS)
     _check_positive("--limit", settings.limit_seconds)
