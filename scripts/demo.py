@@ -75,11 +75,7 @@ class RunFailedError(Exception):
 
 
 def train(name: str, arguments: list[str], launch: Launch = HOROVOD) -> dict[str, Any]:
-    """Run the example on two ranks, which print while it runs; return what it wrote about itself.
-
-    Raises:
-        RunFailedError: its exit status is not 0, or it ran into the limit.
-    """
+    """Run the example on two ranks, which print; return what it wrote about itself."""
     path = RESULTS / f"{name.lower()}.json"
     path.unlink(missing_ok=True)
     command = [*launch.launcher, *launch.script, *arguments]

@@ -32,6 +32,7 @@ from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels.triton import unsupported
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import DTYPES, TorchOps
+from pages.markdown import table
 
 DEVICE = "cuda"
 BATCH = 10  # calls between two events
@@ -157,13 +158,7 @@ class Bench:
 
 
 def refuse(what: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-    """End the program if a result of the kernels has other bits than the verbs' result.
-
-    Args:
-        what: name of the result.
-        expected: the verbs' result, in host memory.
-        found: the kernels' result.
-    """
+    """End the program if a result of the kernels has other bits than the verbs' result."""
     differ, largest = 0, 0.0
     for one, other in zip(expected, (each.cpu() for each in found), strict=True):
         differ += int((one.view(torch.uint8) != other.view(torch.uint8)).sum())
@@ -213,15 +208,14 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
 
 def report(rows: Sequence[tuple[str, list[float]]], args: argparse.Namespace) -> str:
     """A table with what it was measured on."""
-    head = f"| ms | {' | '.join(column.strip() for column in COLUMNS)} |"
-    lines = [f"| {name} | {' | '.join(f'{each:.3f}' for each in row)} |" for name, row in rows]
+    lines = ([name, *(f"{each:.3f}" for each in row)] for name, row in rows)
+    shown = table(["ms", *(column.strip() for column in COLUMNS)], lines)
     notes = (
         f"Ratio {args.ratio:g} if not said otherwise, {args.selection} selection, {args.ranks} "
         f"payloads, medians of {args.repeats} calls. "
         "Payloads and residuals equal those of the verbs on the CPU."
     )
-    rule = f"| --- |{' --- |' * len(COLUMNS)}"
-    return "\n".join([head, rule, *lines, "", notes, origin(DEVICE)])
+    return "\n".join([shown, "", notes, origin(DEVICE)])
 
 
 def origin(device: str) -> str:

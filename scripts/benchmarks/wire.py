@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,8 @@ class Way:
         """As in tables and in files."""
         if self.exchange in (DENSE, HALF):
             return self.exchange
-        return name_of(**asdict(self))
-
-
-def name_of(exchange: str, values: str, ratio: float, min_numel: int = 1024) -> str:
-    """The name of a TopKEF setting."""
-    suffix = "" if min_numel else ", min_numel=0"
-    return f"{exchange}, {values}, {ratio:g}{suffix}"
+        suffix = "" if self.min_numel else ", min_numel=0"
+        return f"{self.exchange}, {self.values}, {self.ratio:g}{suffix}"
 
 
 def ways(slots: int = 1) -> Iterator[Way]:

@@ -30,14 +30,7 @@ exec env --ignore-signal=CHLD sleep infinity
 
 
 class Host:
-    """A host of a cluster.
-
-    Args:
-        room: where it is.
-        number: from 1; its name and address follow from it.
-        link: joins it to the switch.
-        sshd: the path of the program, which does not start without it.
-    """
+    """A host of a cluster."""
 
     def __init__(self, room: Room, number: int, link: Link, sshd: str) -> None:
         self.name, self.address = name_of(number), address_of(number)

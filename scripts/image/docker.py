@@ -17,12 +17,7 @@ KEYS = "/home/horovod/.ssh"
 
 
 class Docker:
-    """Docker's engine. What it makes has a name with our process's id, and is removed.
-
-    Args:
-        runner: of its commands.
-        base: another base image than the Dockerfile's.
-    """
+    """Docker's engine. What it makes has a name with our process's id, and is removed."""
 
     def __init__(self, runner: Runner, base: str | None = None) -> None:
         self._runner, self._base = runner, base

@@ -20,16 +20,7 @@ class ImageError(SetupError):
 
 
 def chosen(asked: str, docker_runs: Callable[[], bool], unfit: Callable[[], str | None]) -> str:
-    """The name of the engine: the one asked for, or for "auto" Docker where it runs.
-
-    Args:
-        asked: "docker", "buildah" or "auto".
-        docker_runs: whether Docker's engine answers.
-        unfit: why buildah cannot be used; None where it can.
-
-    Raises:
-        ImageError: it is not to be had, with the cure.
-    """
+    """The name of the engine: the one asked for, or for "auto" Docker where it runs."""
     if asked != "buildah" and docker_runs():
         return "docker"
     if asked == "docker":
