@@ -2,11 +2,9 @@
 
 Runs are made up: a loss that falls with the square root of steps, as far as a seed's own data and
 weights let it, with noise of a run's own; a step takes a time that varies from run to run. The rule
-sees of them what it sees of real runs. With --trained, runs are trained on simulated ranks, and the
-compressor that drops gradients really does. Prints the tables of docs/compare.md.
+sees of them what it sees of real runs. Prints the tables of docs/compare.md.
 
     python scripts/compare_truth.py [--comparisons 400]
-    python scripts/compare_truth.py --trained 20
 """
 
 from __future__ import annotations
@@ -15,19 +13,14 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 
 from horovod_topk.cli.compare.curves import Metric
 from horovod_topk.cli.compare.records import DONE, Cell, Point, Record
-from horovod_topk.cli.compare.simulated.training import Job
 from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE
 from horovod_topk.cli.compare.verdict import FASTER, NOT, PAYS, UNKNOWN, judge
-from horovod_topk.core.run.substitute import parse
 from pages.markdown import table
-from study.workloads import workload
 
 LOSS = Metric("loss", higher_is_better=False)
 STEPS, REPORTS = 1000, 20
@@ -102,73 +95,11 @@ def _cell(counted: Counter[str], word: str, right: str, comparisons: int) -> str
     return f"**{share}**" if word == right else share
 
 
-class Dropping:
-    """An allreduce that loses each gradient tensor of each rank once in ten steps, on average."""
-
-    def __init__(self, inner: Any, seed: int) -> None:
-        self._inner, self._generator = inner, torch.Generator().manual_seed(seed)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def mean(self, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        """`Exchange.mean` of what is left."""
-        for of_rank in gradients:
-            lost = torch.rand(len(of_rank), generator=self._generator) < 0.1
-            for gradient, is_lost in zip(of_rank, lost.tolist(), strict=True):
-                gradient.mul_(not is_lost)
-        found: list[torch.Tensor] = self._inner.mean(gradients)
-        return found
-
-
-def trained(seed: int, *, dropping: bool) -> Record:
-    """A digits CNN on four simulated ranks, early in its training."""
-    options = {"optimizer": "sgd", "shards": "equal", "lr": 0.05, "steps": TRAINED}
-    job = Job(workload(task="digits", **options), parse("none"), ranks=4, seed=seed)
-    if dropping:
-        job.exchange = Dropping(job.exchange, seed)
-    points = []
-    for step in range(1, TRAINED + 1):
-        job.step()
-        if step % 10 == 0:
-            points.append(Point(step, float(step), job.score()))
-    return Record(Cell("", seed, (), (), ()), DONE, points=tuple(points))
-
-
-def trained_table(comparisons: int) -> str:
-    """The same for comparisons of five seeds each, of runs that are really trained."""
-    grades, found = (BETTER, WORSE, UNCLEAR), list[Sequence[str]]()
-    seeds = range(5 * comparisons)
-    dense = [trained(seed, dropping=False) for seed in seeds]
-    for name, right, dropping in TRAINED_TRUTHS:
-        counted = Counter[str]()
-        runs = [trained(seed, dropping=dropping) for seed in seeds]
-        for first in seeds[::5]:
-            pair = ({s: each[s] for s in seeds[first : first + 5]} for each in (runs, dense))
-            own, beside = pair
-            verdict = judge(own, {"float32": beside}, LOSS, timed=False)
-            counted[verdict.word] += 1
-        found.append((name, *(_cell(counted, each, right, comparisons) for each in grades)))
-    return table(("truth", *grades), found)
-
-
-TRAINED = 40  # steps
-TRAINED_TRUTHS = (
-    ("dense by another name", UNCLEAR, False),
-    ("drops one gradient in ten", WORSE, True),
-)
-
-
 def main() -> None:
     """Print a table for each number of seeds."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--comparisons", type=int, default=400)
-    parser.add_argument("--trained", type=int, default=0, help="comparisons of real training")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.trained:
-        print(f"5 seeds, {args.trained} comparisons\n\n{trained_table(args.trained)}")
-        return
     for seeds in (3, 5, 8):
         print(f"{seeds} seeds, {args.comparisons} comparisons\n")
         print(made_up_table(seeds, args.comparisons), "\n")

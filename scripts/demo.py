@@ -19,13 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
+from horovod_topk.cli.bench.table import aligned
+from horovod_topk.cli.canvas import panels
 from horovod_topk.cli.process import follow, unprefixed
 from horovod_topk.cost.quantities import bits_per_second, rate
-
-mpl.use("Agg")  # no display is needed to write a file
-from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
 PACED, RATE = "scripts/paced.py", "1gbit"
@@ -78,11 +75,7 @@ class RunFailedError(Exception):
 
 
 def train(name: str, arguments: list[str], launch: Launch = HOROVOD) -> dict[str, Any]:
-    """Run the example on two ranks, which print while it runs; return what it wrote about itself.
-
-    Raises:
-        RunFailedError: its exit status is not 0, or it ran into the limit.
-    """
+    """Run the example on two ranks, which print; return what it wrote about itself."""
     path = RESULTS / f"{name.lower()}.json"
     path.unlink(missing_ok=True)
     command = [*launch.launcher, *launch.script, *arguments]
@@ -122,40 +115,26 @@ def seconds_per_step(run: dict[str, Any], launch: Launch) -> float:
     return seconds if launch.paced else seconds + 8 * run["sent_bytes"] / bits_per_second(RATE)
 
 
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Rows as text, the first column to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-
-
 def draw(runs: dict[str, dict[str, Any]], launch: Launch = HOROVOD) -> None:
     """Write a picture of the training loss against steps, bytes and seconds."""
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4), sharey=True, dpi=120)
     units = {
         "steps": lambda run: 1,
         "bytes sent by a rank (logarithmic)": lambda run: run["sent_bytes"],
         "seconds, without evaluations": lambda run: seconds_per_step(run, launch),
     }
-    for axes, (label, unit) in zip(panels, units.items(), strict=True):
-        for name, run in runs.items():
-            places = [step * unit(run) for step in run["history"]["step"]]
-            axes.plot(places, run["history"]["loss"], alpha=0.8, label=name)
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set(ylabel="training loss", yscale="log")
-    panels[1].set_xscale("log")
-    panels[1].legend(frameon=False)
-    figure.suptitle(f"Digits, two ranks of one machine; each step as on a link of {LINK}")
-    figure.tight_layout()
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE)
+    with panels(PICTURE, 1, 3, (15, 4), dpi=120) as ((first, second, third),):
+        for axes, (label, unit) in zip((first, second, third), units.items(), strict=True):
+            for name, run in runs.items():
+                places = [step * unit(run) for step in run["history"]["step"]]
+                axes.plot(places, run["history"]["loss"], alpha=0.8, label=name)
+            axes.set_xlabel(label)
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        first.set(ylabel="training loss", yscale="log")
+        second.set_xscale("log")
+        second.legend(frameon=False)
+        title = f"Digits, two ranks of one machine; each step as on a link of {LINK}"
+        first.figure.suptitle(title)
 
 
 def main() -> int:
@@ -170,7 +149,8 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     draw(runs, launch)
-    print("\n" + table([COLUMNS, *(row(name, run, launch) for name, run in runs.items())]))
+    rows = [COLUMNS, *(row(name, run, launch) for name, run in runs.items())]
+    print("", *aligned(rows), sep="\n")
     print("\n" + NOTE.format(launch.last.format(LINK)))
     print(f"Loss against steps, bytes and seconds: {PICTURE.relative_to(ROOT)}")
     return 0

@@ -105,11 +105,7 @@ def environment(path: Path, *requirements: str) -> Path:
 def run(
     command: list[str | Path], variables: dict[str, str] | None = None, folder: Path = ROOT
 ) -> None:
-    """Run a command, which prints what it does.
-
-    Raises:
-        subprocess.CalledProcessError: it failed.
-    """
+    """Run a command, which prints what it does."""
     env = {**os.environ, **(variables or {})}
     subprocess.run(list(map(str, command)), env=env, cwd=folder, check=True)
 

@@ -55,11 +55,7 @@ QUOTIENT = re.compile(r"<mfrac><mrow>(.*?)</mrow><mrow>(.*?)</mrow></mfrac>")
 
 
 def mathml(formula: str) -> str:
-    """Return a line of `horovod_topk/updates/formulas.py` as MathML; words in it stay words.
-
-    Raises:
-        ValueError: brackets are not closed, or not opened.
-    """
+    """Return a line of `horovod_topk/updates/formulas.py` as MathML; words in it stay words."""
     tokens = TOKEN.findall(formula)
     return f'<math displaystyle="true">{_row(tokens, "")}</math>'
 

@@ -15,12 +15,7 @@ WITH_PATH = 'PATH=$1:$PATH; shift; exec "$@"'
 
 
 class Hosts:
-    """The hosts of one job, each with room for one rank.
-
-    Args:
-        folder: for the job's files; it has to be there.
-        names: of the hosts there are at first.
-    """
+    """The hosts of one job, each with room for one rank."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._file = folder / "hosts"
@@ -39,14 +34,7 @@ class Hosts:
     def command(
         self, ranks: int, most: int, *script: str, options: Sequence[str] = ()
     ) -> list[str]:
-        """What starts a job.
-
-        Args:
-            ranks: to begin with.
-            most: that there may be.
-            script: what every rank runs in Python, with its arguments.
-            options: further ones of horovodrun.
-        """
+        """What starts a job."""
         horovodrun = str(Path(sys.executable).with_name("horovodrun"))
         elastic = ["--min-np", "1", "--max-np", str(most), "--host-discovery-script"]
         places = [*elastic, str(self._discovery), "--network-interface", "lo"]

@@ -31,11 +31,7 @@ ISAS = ("portable", "avx2", "avx512")  # what a processor does not have falls ba
 
 
 def build(folder: Path) -> Path:
-    """The fuzz target, with everything it runs under the sanitizers.
-
-    Raises:
-        kernels.CompileError: there is no compiler, or it has no sanitizers.
-    """
+    """The fuzz target, with everything it runs under the sanitizers."""
     folder.mkdir(parents=True, exist_ok=True)
     objects = [str(each) for each in kernels.compile_objects(folder, SANITIZERS)]
     target = folder / "fuzz_bucket"

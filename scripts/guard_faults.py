@@ -42,11 +42,11 @@ from horovod_topk.cli.compare.simulated.exchanges import Compressed
 from horovod_topk.cli.compare.simulated.training import Job
 from horovod_topk.core.control.guard import FLUSHING
 from horovod_topk.core.run.substitute import parse
+from pages import RESULTS
 from pages.markdown import table
 from study import loops, workloads
 
 RANKS = 4
-OUTPUT = Path(__file__).parents[1] / "docs" / "results" / "guard.jsonl"
 GUARDS = {"dense": None, "no guard": "None", "Guard()": "Guard()"}
 PLAIN = "ratio=0.005, values='float32', momentum=0, follow_lr=False, warmup=None"
 Spoil = Callable[[int, int, list[Tensor]], None]  # step, rank and its gradients
@@ -244,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=["faults", "healthy", "table"])
     parser.add_argument("--runs", type=int, default=25, help="healthy runs of each model")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, default=RESULTS / "guard.jsonl")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # skipped on purpose

@@ -104,23 +104,18 @@ def query(text: str, began: float, ended: float) -> Any:
 
 def draw(found: dict[str, Any], out: Path) -> None:
     """One panel above the other, a line for each rank."""
-    import matplotlib as mpl
+    from horovod_topk.cli.canvas import panels
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, rows = pyplot.subplots(len(found), 1, figsize=(8, 9), dpi=120, sharex=True)
     first = min(line["values"][0][0] for lines in found.values() for line in lines)
-    for axes, (title, lines) in zip(rows, found.items(), strict=True):
-        for line, style in zip(lines, ("-", "--"), strict=False):
-            points = [(at - first, float(number)) for at, number in line["values"]]
-            axes.plot(*zip(*points, strict=True), style, label=f"rank {line['metric']['rank']}")
-        axes.set_title(title, fontsize=10)
-        axes.set_ylim(bottom=0)
-    rows[0].legend()
-    rows[-1].set_xlabel("seconds")
-    figure.tight_layout()
-    figure.savefig(out)
+    with panels(out, len(found), 1, (8, 9), dpi=120, scale="none") as rows:
+        for (axes,), (title, lines) in zip(rows, found.items(), strict=True):
+            for line, style in zip(lines, ("-", "--"), strict=False):
+                points = [(at - first, float(number)) for at, number in line["values"]]
+                axes.plot(*zip(*points, strict=True), style, label=f"rank {line['metric']['rank']}")
+            axes.set_title(title, fontsize=10)
+            axes.set_ylim(bottom=0)
+        rows[0][0].legend()
+        rows[-1][0].set_xlabel("seconds")
 
 
 def main() -> None:

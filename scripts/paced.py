@@ -27,13 +27,8 @@ from horovod_topk.errors import TopKError
 from horovod_topk.torch import TopKEF
 
 
-def pause(octets: float, rate: float) -> float:
-    """Return the seconds that bytes take on a link; `rate` is in bit/s."""
-    return 8 * octets / rate
-
-
 class Link:
-    """Makes a rank wait as long as the bytes of its optimizer would take on a slow link."""
+    """Makes a rank wait as long as its optimizer's bytes would take on a link of `rate` bit/s."""
 
     def __init__(self, optimizer: Any, rate: float) -> None:
         self.rate = rate
@@ -46,11 +41,10 @@ class Link:
 
     def wait(self) -> None:
         """Wait for the bytes of the last step."""
-        time.sleep(pause(self.octets, self.rate))
+        time.sleep(8 * self.octets / self.rate)
 
 
 def _dense_bytes(optimizer: Any) -> int:
-    """Bytes of all gradients as Horovod sends them."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     fp16 = optimizer._compression is hvd.Compression.fp16 or os.environ.get(VARIABLE) == "fp16"
     width = 2 if fp16 else 4

@@ -46,11 +46,7 @@ def command(line: str) -> list[str]:
 
 
 def output(words: list[str]) -> str:
-    """What `horovod-topk` prints, in the repository's root.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+    """What `horovod-topk` prints, in the repository's root."""
     printed = io.StringIO()
     with contextlib.chdir(ROOT), contextlib.redirect_stdout(printed):
         status = cli.main(words)

@@ -119,10 +119,7 @@ def locally(args: argparse.Namespace, specs: list[TensorSpec], dense: int) -> It
 def table(
     args: argparse.Namespace, plans: dict[str, Plan]
 ) -> Iterator[tuple[str, str, Busiest, bool]]:
-    """Yield exchange, format, the most that a rank sends, and whether "auto" would select it.
-
-    plans: the plan for each format of values.
-    """
+    """Yield exchange, format, the most that a rank sends, and whether "auto" would select it."""
     nodes = nodes_of(args.ranks, args.local_size)
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
     if max(nodes.sizes) == 1:

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def kinds() -> set[str]:
-    """File types that Matplotlib can write, by their suffixes.
-
-    Raises:
-        ModuleNotFoundError: Matplotlib is not installed.
-    """
+    """File types that Matplotlib can write, by their suffixes."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     return set(FigureCanvasBase.get_supported_filetypes())
@@ -33,17 +29,7 @@ def panels(
 ) -> Iterator[Any]:
     """Yield rows of axes, and write the picture on exit in the format of the file's suffix.
 
-    Args:
-        path: the file; its folder is created.
-        rows, columns: number of axes.
-        size: width and height in inches.
-        dpi: dots an inch.
-        scale: axes that share one scale upwards.
-
-    Raises:
-        ModuleNotFoundError: Matplotlib, an extra, is not installed.
-        OSError: the file cannot be written.
-        ValueError: Matplotlib writes no files of this kind.
+    size: width and height in inches; scale: axes that share one scale upwards.
     """
     import matplotlib as mpl
 

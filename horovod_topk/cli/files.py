@@ -16,11 +16,7 @@ def prints() -> bool:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Check that a file can be written, on the rank that will write it.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
+    """Check that a file can be written, on the rank that will write it."""
     if not prints():
         return
     if not path.parent.is_dir():

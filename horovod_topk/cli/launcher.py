@@ -38,12 +38,7 @@ def wheel_prefix() -> Path | None:
 
 
 def aborts(prefix: Path | None, environment: Mapping[str, str]) -> bool:
-    """Whether a Horovod with MPI aborts in `hvd.init()` without a launcher.
-
-    Args:
-        prefix: see `wheel_prefix`.
-        environment: environment variables of the process.
-    """
+    """Whether a Horovod with MPI aborts in `hvd.init()` without a launcher."""
     return prefix is not None and not environment.get(VARIABLE)
 
 
@@ -56,10 +51,7 @@ def cure(command: str, prefix: Path | None) -> str:
 
 
 def problem(hvd: Any) -> str | None:
-    """Why `hvd.init()` would abort in this process, and the cure; None if it would not.
-
-    hvd: Horovod for any framework, not yet initialised.
-    """
+    """Why `hvd.init()` would abort in this process, and the cure; None if it would not."""
     prefix = wheel_prefix()
     launched = any(name in os.environ for name in RANKS)
     if launched or not aborts(prefix, os.environ) or not hvd.mpi_built():

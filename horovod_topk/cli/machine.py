@@ -27,7 +27,6 @@ def machine() -> dict[str, object]:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of the libraries that are installed."""
     found = {}
     for name in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -97,13 +97,11 @@ def _convolution(outputs: int, inputs: int, kernel: int) -> Iterator[Shape]:
 
 
 def _linear(outputs: int, inputs: int) -> Iterator[Shape]:
-    """Shapes of a matrix and a bias."""
     yield outputs, inputs
     yield (outputs,)
 
 
 def _normalisation() -> Iterator[Shape]:
-    """Shapes of a layer normalisation of a transformer."""
     yield (WIDTH,)
     yield (WIDTH,)
 
@@ -112,12 +110,6 @@ def specs_of(model: str) -> list[TensorSpec]:
     """float32 gradients of one of `MODELS`, or of a JSON file: an object from names to shapes.
 
     They are in the order in which backward reaches them.
-
-    Args:
-        model: a model's name, or a file's path.
-
-    Raises:
-        ValueError: it is neither a model nor a valid file.
     """
     if model in MODELS:
         shapes = list(enumerate(MODELS[model]()))
@@ -138,7 +130,6 @@ def specs_of(model: str) -> list[TensorSpec]:
 
 
 def _file(model: str) -> Path:
-    """The path of a file of shapes, given instead of a model."""
     path, known = Path(model), ", ".join(MODELS)
     if path.is_dir():
         raise ValueError(f"--model {model}: that is a folder. Name a JSON file of shapes in it")
@@ -156,7 +147,6 @@ def _file(model: str) -> Path:
 
 
 def _shape(model: str, name: str, given: object) -> Shape:
-    """Check a shape from JSON."""
     if isinstance(given, list) and fits(tuple[int, ...], given):
         return tuple(given)
     raise ValueError(

@@ -114,11 +114,7 @@ def number(least: float = -math.inf, most: float = math.inf, wanted: str = "") -
 def outside(value: int, least: float, most: float, unit: str = "", below: str = "") -> str:
     """Return an error text if a value lies outside its limits, else an empty text.
 
-    Args:
-        value: a whole number.
-        least, most: its limits.
-        unit: what it counts, with a space before it.
-        below: why a smaller number is refused.
+    unit: what it counts, with a space before it; below: why a smaller number is refused.
     """
     text = str(value)
     shown = text if len(text) < 40 else f"{text[:20]}... ({len(text)} digits)"
@@ -232,11 +228,7 @@ def with_optimizer(optimizer: str | None) -> str:
 
 
 def method_of(asked: Substitute) -> Method:
-    """The method and settings of a compressor from `--compressor`.
-
-    Raises:
-        ValueError: it is Horovod's own compression.
-    """
+    """The method and settings of a compressor from `--compressor`."""
     if asked.is_horovods:
         raise ValueError(f"--compressor {asked}: the table has it, as allreduce")
     method = METHODS[asked.name]
@@ -245,12 +237,7 @@ def method_of(asked: Substitute) -> Method:
 
 
 def parse_ratios(given: Iterable[str]) -> Rules | None:
-    """Parse values of `--ratios` to rules.
-
-    Raises:
-        ValueError: a value is not PATTERN=RATIO.
-        ConfigError: TopKEF does not accept a ratio.
-    """
+    """Parse values of `--ratios` to rules."""
     return checked_rules([_rule(text) for text in given])
 
 

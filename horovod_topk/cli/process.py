@@ -48,11 +48,8 @@ def follow(
     """Run a command until it ends, or until the time limit.
 
     Args:
-        command: program and arguments.
         limit_seconds: the command and all its processes are ended if it takes longer.
         on_line: called with every line of its output, line end included, while it runs.
-        folder: working directory; None: the current one.
-        environment: additional environment variables.
         enough: called twice a second; the command is ended once it returns True.
     """
     process = subprocess.Popen(

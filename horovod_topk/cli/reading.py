@@ -35,10 +35,7 @@ def fits(kind: Any, value: object) -> bool:
 def misfit(kind: type, value: object, of: str = "") -> str:
     """The first field of an object that is missing, unknown or of a wrong type; empty: none is.
 
-    Args:
-        kind: a dataclass, whose fields may be dataclasses, or tuples of one.
-        value: what should become one.
-        of: the field that it is, with a point behind it.
+    kind: a dataclass, whose fields may be dataclasses, or tuples of one.
     """
     if not isinstance(value, dict):
         return f"{of or 'it'} is no object"
@@ -61,5 +58,4 @@ def _problem(kind: Any, value: object, name: str) -> str:
 
 @functools.cache
 def _kinds(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields."""
     return get_type_hints(kind, include_extras=True)

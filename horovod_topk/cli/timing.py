@@ -22,8 +22,7 @@ def in_turns(
 
     Args:
         measures: by name, calls that return what they have measured, such as `clocked` makes.
-        repeats: turns whose results are returned.
-        warm_up: turns before them.
+        repeats, warm_up: turns whose results are returned, and turns before them.
         one_in: measures that take one turn in so many, by name.
     """
     found: dict[str, list[Measured]] = {name: [] for name in measures}
@@ -43,10 +42,7 @@ def clocked(
 ) -> Callable[[], float]:
     """A call that returns its seconds.
 
-    Args:
-        call: what is timed.
-        before: what runs first and is not timed, such as a barrier of all ranks.
-        clock: the clock, in seconds.
+    before: what runs first and is not timed, such as a barrier of all ranks.
     """
 
     def run() -> float:

@@ -8,7 +8,7 @@ is ready by an allreduce of a few bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from horovod_topk.core.exchange.protocol import ring_allreduce_bytes
 from horovod_topk.core.plan.nodes import Nodes
@@ -37,14 +37,12 @@ class CollectiveCost:
 
     def fused(self, other: CollectiveCost) -> CollectiveCost:
         """Return both as one collective: bytes add up, messages do not."""
-        return CollectiveCost(
-            self.collectives,
-            self.rounds,
-            self.network_bytes + other.network_bytes,
-            self.local_bytes + other.local_bytes,
-            self.sent_bytes + other.sent_bytes,
-            self.added_bytes + other.added_bytes,
-            self.ring,
+        return replace(
+            self,
+            network_bytes=self.network_bytes + other.network_bytes,
+            local_bytes=self.local_bytes + other.local_bytes,
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            added_bytes=self.added_bytes + other.added_bytes,
         )
 
     def seconds(self, network: Network, slowdown: float = 1.0) -> float:

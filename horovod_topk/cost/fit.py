@@ -30,9 +30,6 @@ def fit(samples: Sequence[Sample]) -> Network:
     fitted and, with several bandwidths, the cost of a byte that does not depend on bandwidth
     (`copy`); otherwise the bandwidth is fitted. `add` is the time of allreduces of many bytes
     beyond that of allgathers.
-
-    Raises:
-        ValueError: the bandwidth cannot be determined from these samples.
     """
     given = [sample.bandwidth for sample in samples if sample.bandwidth]
     if given and len(given) < len(samples):

@@ -102,11 +102,7 @@ def write(machine: Machine, path: Path) -> None:
 
 
 def read(path: Path) -> Machine:
-    """Read a machine from a file of `write`.
-
-    Raises:
-        ValueError: the file cannot be read, or has no machine's constants.
-    """
+    """Read a machine from a file of `write`."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         network, kernels = Network(**found.pop("network")), Kernels(**found.pop("kernels"))

@@ -59,10 +59,7 @@ def _directed(bucket: BucketPlan, parts: int, direction: str) -> tuple[BucketPla
 
 @functools.lru_cache(maxsize=256)  # of every format of values and both directions
 def _runs(tensors: tuple[tuple[str, int], ...], parts: int) -> list[tuple[Sizes, int]]:
-    """Runs of owners, one after another, whose shards are equally large: sizes and their number.
-
-    tensors: names and elements.
-    """
+    """Runs of owners, one after another, whose shards are equally large: sizes and their number."""
     starts = {0, parts}
     for name, numel in tensors:
         starts |= size_changes(name, numel, parts)

@@ -13,11 +13,7 @@ LARGEST = 1e100  # sums and squares of such numbers are finite
 
 
 def bits_per_second(text: str) -> float:
-    """Parse a bandwidth: "100mbit", "2.5gbit" and the like.
-
-    Raises:
-        ValueError: the text is not a bandwidth.
-    """
+    """Parse a bandwidth: "100mbit", "2.5gbit" and the like."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)bit", text.lower())
     if found is None or float(found[1]) == 0:
         raise ValueError(
@@ -33,11 +29,7 @@ def bits_per_second(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Parse a time: "62.5ms", "50us" and the like.
-
-    Raises:
-        ValueError: the text is not a time.
-    """
+    """Parse a time: "62.5ms", "50us" and the like."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.lower())
     if found is None:
         raise ValueError(

@@ -177,10 +177,7 @@ def all_strategies(
 def of_method(
     specs: Sequence[TensorSpec], nodes: Nodes, config: Method, name: str, multiples: Multiples
 ) -> Strategy:
-    """Return the strategy of any method over the exchange in its settings; "auto": the cheapest.
-
-    name: name of its compressor.
-    """
+    """Return the strategy of any method over the exchange in its settings; "auto": the cheapest."""
     plan = make_plan(specs, config)
     kind, ranks = cheapest(plan, nodes)
     pieces = []

@@ -89,8 +89,6 @@ def judge(
     what else is faster.
 
     Args:
-        table: the rows, dense float32 first.
-        overlap: whether to compare steps with overlap, or steps without.
         setting: the optimizer that is planned for, as a part of a sentence; may be empty.
         caveat: why the verdict is rough.
         default: name of the strategy that `TopKEF()` without arguments is, if it is in the table.

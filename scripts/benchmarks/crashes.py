@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +41,8 @@ LIMIT_SECONDS = 1800.0  # a job
 GLOO_SECONDS = 20  # until ranks notice that one is gone to which they are not connected
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One job."""
-
-    seed: int
-    steps: int
-    kills: int
-    seconds: float
-    accuracy: float  # on unseen data, at the end
-    ranks_agree: bool  # all that ended have the same weights
-    lost_ranks: int  # whose residuals could not be had, after all
-    returns: list[dict[str, Any]]  # `account.Return`
-
-
-def train(seed: int, steps: int, names: tuple[str, ...], kills: int, bar: Any) -> Outcome:
-    """One job, disturbed or not."""
+def train(seed: int, steps: int, names: tuple[str, ...], kills: int, bar: Any) -> dict[str, Any]:
+    """Run one job, disturbed or not, and return what came of it."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
@@ -68,16 +54,16 @@ def train(seed: int, steps: int, names: tuple[str, ...], kills: int, bar: Any) -
         done = disturb(command, folder, kills, random.Random(seed), bar)
         notes = account.notes_in(folder)
     ends = [note for note in notes if note["event"] == "end"]
-    return Outcome(
-        seed,
-        steps,
-        done,
-        round(time.monotonic() - began, 1),
-        ends[0]["accuracy"],
-        len({note["weights"] for note in ends}) == 1,
-        max(note["lost"] for note in notes if note["event"] == "enter"),
-        [asdict(each) for each in account.returns(notes)],
-    )
+    return {
+        "seed": seed,
+        "steps": steps,
+        "kills": done,
+        "seconds": round(time.monotonic() - began, 1),
+        "accuracy": ends[0]["accuracy"],  # on unseen data, at the end
+        "ranks_agree": len({note["weights"] for note in ends}) == 1,
+        "lost_ranks": max(note["lost"] for note in notes if note["event"] == "enter"),
+        "returns": [asdict(each) for each in account.returns(notes)],
+    }
 
 
 def disturb(command: list[str], folder: Path, kills: int, draw: random.Random, bar: Any) -> int:
@@ -167,7 +153,7 @@ def measure(kills: int, seeds: int, steps: int) -> dict[str, Any]:
             bar.set_postfix_str(f"seed {seed}, disturbed")
             share = -(-(kills - sum(job["disturbed"]["kills"] for job in jobs)) // (seeds - seed))
             wild = train(seed, steps, NAMES, share, bar)
-            jobs.append({"undisturbed": asdict(calm), "disturbed": asdict(wild)})
+            jobs.append({"undisturbed": calm, "disturbed": wild})
     versions = {"torch": torch.__version__}
     settings = {"commit_every": COMMIT_EVERY, "wait": WAIT_SECONDS, "hosts": len(NAMES)}
     return {"jobs": jobs, "settings": settings, "environment": harness.environment(versions)}

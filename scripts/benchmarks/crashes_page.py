@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pages import Values
@@ -33,37 +34,18 @@ def _unchanged(apart: float) -> str:
     return f"what it had been at the commit{within}"
 
 
+COLUMNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {  # undisturbed, disturbed
+    "seed": lambda calm, _: str(calm["seed"]),
+    "steps": lambda calm, _: f"{calm['steps']:,}",
+    "accuracy without kills": lambda calm, _: f"{100 * calm['accuracy']:.2f}%",
+    "kills": lambda _, wild: str(wild["kills"]),
+    "accuracy with kills": lambda _, wild: f"{100 * wild['accuracy']:.2f}%",
+    "points": lambda calm, wild: f"{100 * (wild['accuracy'] - calm['accuracy']):+.2f}",
+    "residuals lost": lambda _, wild: str(wild["lost_ranks"]),
+    "all ranks end equal": lambda _, wild: "yes" if wild["ranks_agree"] else "**no**",
+}
+
+
 def _table(jobs: list[dict[str, Any]]) -> str:
-    rows = []
-    for job in jobs:
-        calm, wild = job["undisturbed"], job["disturbed"]
-        rows.append(
-            [
-                str(calm["seed"]),
-                f"{calm['steps']:,}",
-                f"{100 * calm['accuracy']:.2f}%",
-                str(wild["kills"]),
-                f"{100 * wild['accuracy']:.2f}%",
-                f"{_points(job):+.2f}",
-                str(wild["lost_ranks"]),
-                "yes" if wild["ranks_agree"] else "**no**",
-            ]
-        )
-    return table(
-        [
-            "seed",
-            "steps",
-            "accuracy without kills",
-            "kills",
-            "accuracy with kills",
-            "points",
-            "residuals lost",
-            "all ranks end equal",
-        ],
-        rows,
-    )
-
-
-def _points(job: dict[str, Any]) -> float:
-    """How much more accurate the job with kills was, in points."""
-    return float(100 * (job["disturbed"]["accuracy"] - job["undisturbed"]["accuracy"]))
+    pairs = [(job["undisturbed"], job["disturbed"]) for job in jobs]
+    return table([*COLUMNS], [[cell(*pair) for cell in COLUMNS.values()] for pair in pairs])

@@ -77,11 +77,7 @@ RUNS = {
 
 
 def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
-    """Run a job on a cluster of its own, and return its results.
-
-    Raises:
-        ClusterError: the command failed.
-    """
+    """Run a job on a cluster of its own, and return its results."""
     script = Path(__file__).with_name("does_it_pay_rank.py")
     command = [script, "--rounds", 1 if job.early else args.rounds, "--rows", job.rows]
     command += ["--case", job.case]

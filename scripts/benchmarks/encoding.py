@@ -53,13 +53,7 @@ class Gradients:
 
 
 class Encoding:
-    """One tensor with its error feedback, encoded step after step.
-
-    Args:
-        gradients: what is sent.
-        method: how; it sends payloads.
-        ops: by which array operations.
-    """
+    """One tensor with its error feedback, encoded step after step."""
 
     def __init__(self, gradients: Gradients, method: Method, ops: TorchOps) -> None:
         spec = TensorSpec("w", tuple(gradients.current.shape), "float32")

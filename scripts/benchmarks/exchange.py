@@ -3,18 +3,12 @@
 Run under horovodrun, by `make bench-kernels` or by hand; rank 0 prints one line of JSON:
 
     horovodrun -np 2 --gloo python scripts/bench.py exchange [--ratio 0.01] [--repeats 30]
-    horovodrun -np 2 --gloo python scripts/bench.py exchange --pair metrics --repeats 256
 
 Each step takes one of three gradients with random signs and a norm that varies by a third, after
 the residual has settled. All methods take turns within one run. Each begins with a barrier, and one
 thread computes on each rank. A step is backward and the optimizer's step; `exchange` is the time
 that TopKEF adds to it. The floor is one `r += g` and one zero-fill of all gradients, on all ranks
 at once, and an allgather of the same bytes in the same number of pieces.
-
-With `--pair metrics` one step of each pair has writers for JSON lines, Prometheus and TensorBoard,
-and the other has none; with `--pair guard` one has a guard with the rule `residual`. Both have the
-default settings. On a busy machine pairs differ by more than that costs, so that the processor time
-of this rank's thread is measured as well; means contain the few steps that sum up squares.
 """
 
 from __future__ import annotations
@@ -22,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -33,10 +25,6 @@ import torch
 from benchmarks.shapes import Shapes, varying
 from horovod_topk.cli.models import specs_of
 from horovod_topk.cli.timing import clocked, in_turns
-from horovod_topk.guard import Guard
-from horovod_topk.metrics import JsonLines
-from horovod_topk.metrics.prometheus import Prometheus
-from horovod_topk.metrics.tensorboard import TensorBoard
 from horovod_topk.torch import TopKEF
 
 
@@ -91,36 +79,6 @@ def summary(taken: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def pair(kind: str, repeats: int) -> dict[str, float]:
-    """Milliseconds of steps with metrics, or a guard, and without, by two clocks."""
-    with_guard = kind == "guard"
-    guards = (Guard(residual=10.0), None) if with_guard else (Guard(), Guard())
-    on, optimizer = varying(Shapes(), TopKEF(warmup=None, guard=guards[0]))
-    off, _ = varying(Shapes(), TopKEF(warmup=None, guard=guards[1]))
-
-    def costs(step: Callable[[], None]) -> tuple[float, float]:
-        hvd.barrier()
-        before = time.perf_counter(), time.thread_time()
-        step()
-        after = time.perf_counter(), time.thread_time()
-        return 1e3 * (after[0] - before[0]), 1e3 * (after[1] - before[1])
-
-    with tempfile.TemporaryDirectory() as folder:
-        place = f"{folder}/rank{hvd.rank()}"
-        writers = [JsonLines(f"{place}.jsonl"), Prometheus(hvd.rank(), 0), TensorBoard(place)]
-        for writer in () if with_guard else writers:
-            TopKEF.of(optimizer).on_step(writer)
-        taken = in_turns({"on": lambda: costs(on), "off": lambda: costs(off)}, repeats, warm_up=20)
-    found = {}
-    for clock, name in enumerate(("seconds", "processor")):
-        ms = {which: [each[clock] for each in costs] for which, costs in taken.items()}
-        pairs = [a - b for a, b in zip(ms["on"], ms["off"], strict=True)]
-        found |= {f"{name}, {which}": statistics.median(each) for which, each in ms.items()}
-        found |= {f"{name}, difference": statistics.median(pairs)}
-        found |= {f"{name}, mean difference": statistics.fmean(pairs)}
-    return found
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measures; rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -128,11 +86,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--selection", default="exact")
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--settle", type=int, default=100, help="steps before the first is timed")
-    parser.add_argument("--pair", choices=["metrics", "guard"], help="time this beside without")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hvd.init()
-    found = pair(args.pair, args.repeats) if args.pair else beside_floors(args)
+    found = beside_floors(args)
     if hvd.rank() == 0:
         print(json.dumps(found))
     return 0

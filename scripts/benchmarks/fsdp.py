@@ -21,8 +21,8 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,21 +123,21 @@ def measure(name: str, rounds: int) -> dict[str, list[float]]:
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    from horovod_topk.cli.timing import clocked, in_turns
+
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     names = "between", "within"
     mesh = init_device_mesh("cpu", (dist.get_world_size() // RANKS, RANKS), mesh_dim_names=names)
     steps = {name: make() for name, make in variants(mesh, name).items()}
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for each in range(rounds + 1):  # the first one allocates
-        for name, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            taken = torch.tensor(time.perf_counter() - began)
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-            if each:
-                found[name].append(taken.item())
+
+    def slowest(step: Callable[[], object]) -> float:
+        taken = torch.tensor(clocked(step, dist.barrier)())
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        return taken.item()
+
+    # The first round allocates.
+    found = in_turns({n: partial(slowest, step) for n, step in steps.items()}, rounds, warm_up=1)
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()

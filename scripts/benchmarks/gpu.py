@@ -2,8 +2,7 @@
 
 Needs CUDA and Triton. Results are first compared with those of the framework's operations on the
 CPU, bit for bit. Then everything is timed with CUDA events, launched from Python and replayed as a
-CUDA graph. Beside it are timed a copy that moves as many bytes, `torch.topk`, and the framework's
-operations on the GPU. `benchmarks.gpu_steps` times whole steps.
+CUDA graph, beside a copy that moves as many bytes. `benchmarks.gpu_steps` times whole steps.
 
     python scripts/bench.py gpu [--repeats 50] [--ratio 0.01] [--ranks 8] [--geometry programs=264]
 
@@ -33,23 +32,19 @@ from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels.triton import unsupported
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import DTYPES, TorchOps
+from pages.markdown import table
 
 DEVICE = "cuda"
 BATCH = 10  # calls between two events
-FEWER = 10  # the verbs, which take a hundred times longer, run so many times less often
 KINDS = ("float32", "float16", "bfloat16")
 DEFAULT_RATIO = 0.02
 COLUMNS = (
     "encode, graph",
     "encode, launched",
-    "encode, first step",
     "copy of its bytes",
-    "torch.topk",
-    "encode, verbs",
     "decode, graph",
     "decode, launched",
     "copy of its bytes ",
-    "decode, verbs",
 )
 
 
@@ -142,26 +137,9 @@ class Bench:
 
         return run
 
-    def forgetful(self) -> Callable[[], None]:
-        """Encode without what the step before left behind."""
-        from horovod_topk.kernels.triton.topk.numbers import NOWHERE
-
-        def run() -> None:
-            self.kernel._carried.fill_(int(NOWHERE))
-            self.encode()
-
-        return run
-
     def decode(self) -> None:
         """By the kernels."""
         self.kernel.decode(self.gathered, 1 / self.ranks, [], self.written)
-
-    def select(self) -> None:
-        """What `torch.topk` alone takes, on each tensor that is not sent whole."""
-        for tensor in self.bucket.tensors:
-            if tensor.index:
-                magnitudes = self.arenas.residual[tensor.start : tensor.stop].abs()
-                torch.topk(magnitudes, tensor.k, sorted=False)
 
     def row(self, repeats: int) -> list[float]:
         """Milliseconds for `COLUMNS`."""
@@ -172,33 +150,15 @@ class Bench:
         return [
             milliseconds(recorded(self.encode), repeats),
             milliseconds(self.training(), repeats),
-            milliseconds(self.forgetful(), repeats),
             milliseconds(copying(encoded), repeats),
-            milliseconds(self.select, repeats),
-            milliseconds(self.encode_by_verbs, repeats // FEWER, batch=1),
             milliseconds(recorded(self.decode), repeats),
             milliseconds(self.decode, repeats),
             milliseconds(copying(decoded), repeats),
-            milliseconds(self.decode_by_verbs, repeats // FEWER, batch=1),
         ]
-
-    def encode_by_verbs(self) -> None:
-        """Encode by torch's operations, with the result of `encode`."""
-        self.verbs.encode(self.arenas, self.steps[0], self.payload, None, self.squares)
-
-    def decode_by_verbs(self) -> None:
-        """Decode by torch's operations, with the result of `decode`."""
-        self.verbs.decode(self.bucket, self.gathered, 1 / self.ranks, self.written)
 
 
 def refuse(what: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-    """End the program if a result of the kernels has other bits than the verbs' result.
-
-    Args:
-        what: name of the result.
-        expected: the verbs' result, in host memory.
-        found: the kernels' result.
-    """
+    """End the program if a result of the kernels has other bits than the verbs' result."""
     differ, largest = 0, 0.0
     for one, other in zip(expected, (each.cpu() for each in found), strict=True):
         differ += int((one.view(torch.uint8) != other.view(torch.uint8)).sum())
@@ -231,33 +191,31 @@ def recorded(call: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def milliseconds(call: Callable[[], object], repeats: int, batch: int = BATCH) -> float:
+def milliseconds(call: Callable[[], object], repeats: int) -> float:
     """Return the median time of a call, over batches of calls."""
     taken: list[float] = []
-    for turn in range(max(1, repeats // batch) + 1):
+    for turn in range(max(1, repeats // BATCH) + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(batch):
+        for _ in range(BATCH):
             call()
         end.record()
         end.synchronize()
         if turn:  # the first compiles and warms up
-            taken.append(begin.elapsed_time(end) / batch)
+            taken.append(begin.elapsed_time(end) / BATCH)
     return statistics.median(taken)
 
 
 def report(rows: Sequence[tuple[str, list[float]]], args: argparse.Namespace) -> str:
     """A table with what it was measured on."""
-    head = f"| ms | {' | '.join(column.strip() for column in COLUMNS)} |"
-    lines = [f"| {name} | {' | '.join(f'{each:.3f}' for each in row)} |" for name, row in rows]
+    lines = ([name, *(f"{each:.3f}" for each in row)] for name, row in rows)
+    shown = table(["ms", *(column.strip() for column in COLUMNS)], lines)
     notes = (
         f"Ratio {args.ratio:g} if not said otherwise, {args.selection} selection, {args.ranks} "
-        f"payloads, medians of {args.repeats} calls "
-        f"(of the verbs: {max(1, args.repeats // FEWER)}). "
+        f"payloads, medians of {args.repeats} calls. "
         "Payloads and residuals equal those of the verbs on the CPU."
     )
-    rule = f"| --- |{' --- |' * len(COLUMNS)}"
-    return "\n".join([head, rule, *lines, "", notes, origin(DEVICE)])
+    return "\n".join([shown, "", notes, origin(DEVICE)])
 
 
 def origin(device: str) -> str:

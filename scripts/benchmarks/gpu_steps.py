@@ -36,6 +36,7 @@ from horovod_topk.core.plan.buckets import Plan, TensorSpec
 from horovod_topk.kernels.triton import unsupported
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps
+from pages.markdown import table
 
 SETTLE = 12  # steps before the first timed one; the first compile the kernels
 CHECKED = 2  # steps whose bits are compared
@@ -233,11 +234,11 @@ def measure_floor(call: NamedState, device: str, repeats: int) -> Clock:
 def report(clocks: dict[str, Clock], insights: dict[str, str], args: argparse.Namespace) -> str:
     """Return the table, and notes on what it was measured on."""
     columns = (*PARTS, ALL)
-    lines = [f"| ms | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    rows = []
     for name, clock in clocks.items():
         found = clock.medians()
         cells = (f"{found[c][0]:.3f} ({found[c][1]:.3f})" if c in found else "" for c in columns)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        rows.append([name, *cells])
     checked = [row.name for row in chosen(args.only) if row.checks]
     notes = (
         "In brackets: milliseconds until Python has queued all of it on the device.\n"
@@ -248,7 +249,8 @@ def report(clocks: dict[str, Clock], insights: dict[str, str], args: argparse.Na
         f"bit for bit: {'; '.join(checked) or 'not compared'}."
     )
     within = [f"- {name}: {text}." for name, text in insights.items()]
-    return "\n".join([*lines, "", *within, *[""] * bool(within), notes, origin(args.device)])
+    shown = table(["ms", *columns], rows)
+    return "\n".join([shown, "", *within, *[""] * bool(within), notes, origin(args.device)])
 
 
 def chosen(only: str) -> list[Row]:

@@ -73,13 +73,9 @@ class Jobs(Generic[Job]):
             wanted = [key for key in wanted if key not in results]
         for key in (bar := tqdm(wanted, unit="job")):
             bar.set_postfix_str(key)
-            results = self.merged(results, key, self.measure(self.named[key], args))
+            results[key] = self.measure(self.named[key], args)
+            results = {name: results[name] for name in self.named if name in results}
             self.path.write_text(json.dumps(results, indent=self.indent) + "\n")
-
-    def merged(self, results: Results, key: str, new: dict[str, Any]) -> Results:
-        """The results, the new ones in place of those of the same job, in the order of the jobs."""
-        results = results | {key: new}
-        return {key: results[key] for key in self.named if key in results}
 
 
 def python_path() -> str:
@@ -96,15 +92,7 @@ def on_hosts(
 ) -> dict[str, Any]:
     """Run a Python program on all ranks of a cluster, and return the JSON that rank 0 writes.
 
-    Args:
-        command: script or module, and its arguments.
-        cluster: made for this job alone.
-        limit_seconds: the job fails if it takes longer.
-        settings: further environment variables.
-        prepare: changes the cluster before the job.
-
-    Raises:
-        ClusterError: it failed.
+    settings: further environment variables; prepare: changes the cluster before the job.
     """
     with tempfile.TemporaryDirectory() as folder, cluster as hosts:
         prepare(hosts)

@@ -35,7 +35,6 @@ def encoding_table(found: dict[str, float]) -> str:
 
 
 def _listed(found: dict[str, float], kind: str) -> str:
-    """Milliseconds of the rows of a kind, in their order."""
     shown = [ms for name, ms in found.items() if name.startswith(kind) and name != "r += g"]
     return ", ".join(f"{ms:.1f}" for ms in shown)
 

@@ -55,7 +55,7 @@ def train(out: Path, marks: Path | None, fixed: int) -> None:
     hvd.init()
     torch.set_num_threads(1)
 
-    def run(compression: TopKEF, steps: int, name: str) -> list[tuple[float, float]]:
+    def run(compression: TopKEF, steps: int) -> list[tuple[float, float]]:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(320, 320) for _ in range(10)]
         model = torch.nn.ModuleList(layers)
@@ -83,11 +83,11 @@ def train(out: Path, marks: Path | None, fixed: int) -> None:
 
     plain = {"values": "float32", "warmup": None, "min_numel": 0}
     if fixed:
-        found = {str(r): run(TopKEF(r, **plain), fixed, str(r)) for r in RATIOS}
+        found = {str(r): run(TopKEF(r, **plain), fixed) for r in RATIOS}
     else:
         schedule = ByNetwork(levels=RATIOS[1:], share=0.15)
         compression = TopKEF(RATIOS[0], schedule=schedule, **plain)
-        found = {"schedule": run(compression, STEPS * len(RATES), "schedule")}
+        found = {"schedule": run(compression, STEPS * len(RATES))}
     if hvd.rank() == 0:
         out.write_text(json.dumps(found))
 
@@ -103,14 +103,8 @@ def change(cluster: Cluster, rate: str) -> None:
 def measure(folder: Path, arguments: list[str], cluster: Cluster, rates: tuple[str, ...]) -> Any:
     """Train on all hosts, and change the rate whenever rank 0 asks for it."""
     out = folder / "out.json"
-    rank = [
-        sys.executable,
-        str(ROOT / "scripts" / "bench.py"),
-        "link",
-        "--out",
-        str(out),
-        *arguments,
-    ]
+    bench = str(ROOT / "scripts" / "bench.py")
+    rank = [sys.executable, bench, "link", "--out", str(out), *arguments]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = cluster.start(["horovodrun", "--gloo", *rank], environment, **quiet)

@@ -6,7 +6,6 @@ simulated backward. Writes docs/results/network.json, docs/network.md and a pict
 
     sudo make bench-network                           # all runs: half an hour
     sudo make bench-network ARGS="1gbit --rounds 5"   # these runs; other results are kept
-    python scripts/page.py network                    # the page alone
 
 The authors' bias: they want TopKEF to win. All methods take turns within each run.
 """
@@ -38,7 +37,6 @@ OURS = (
 )
 METHODS = (*BASELINES, *OURS)
 FEW = ("dense", "fp16", "ddp", "ddp-none", "powersgd", "topk", "ddp+topk")  # at one bandwidth
-WITH_IDLE = ("dense", "fp16", "ddp", "topk")  # torch's PowerSGD may abort with idle parameters
 # Every compressor of docs/methods.md; in two runs, as each compressor needs memory for gradients.
 SPARSE = (
     "ddp",
@@ -50,15 +48,6 @@ SPARSE = (
     "TopKEF(ratio=0.11)",
     "Threshold()",
     "RandomK(ratio=0.056)",
-)
-# torch's hook beside PowerSGD, summed in rank order and by an allreduce.
-REDUCTIONS = (
-    "ddp",
-    "powersgd",
-    "PowerSGD(rank=4)",
-    "PowerSGD(rank=4,exchange='allreduce')",
-    "ddp+PowerSGD(rank=4)",
-    "ddp+PowerSGD(rank=4,exchange='allreduce')",
 )
 QUANTISED = (
     "ddp",
@@ -81,14 +70,12 @@ class Run:
     rate: str  # of each host's link
     methods: tuple[str, ...] = METHODS
     compute: str | None = None  # simulated backward
-    idle: int = 0  # parameters that never get a gradient
 
     @property
     def arguments(self) -> list[str]:
         """Arguments of `horovod-topk bench`, without the path of its results."""
         found = ["--model", MODEL, "--rate", self.rate, "--methods", ",".join(self.methods)]
-        found += ["--compute", self.compute] if self.compute else []
-        return [*found, "--idle-parameters", str(self.idle)] if self.idle else found
+        return [*found, "--compute", self.compute] if self.compute else found
 
 
 RUNS = {
@@ -97,21 +84,15 @@ RUNS = {
     "1gbit": Run("1 Gbit/s a host", "1gbit"),
     "sleep": Run("Backward that leaves the cores free", FAST, FEW, compute="sleep:0.5"),
     "cpu": Run("Backward that needs the cores", FAST, FEW, compute="cpu:0.25"),
-    "idle": Run("Parameters that never get a gradient", FAST, WITH_IDLE, idle=8),
     "sparse-100mbit": Run("Sparse and low-rank methods, 100 Mbit/s a host", "100mbit", SPARSE),
     "sparse-1gbit": Run("Sparse and low-rank methods, 1 Gbit/s a host", FAST, SPARSE),
-    "reductions-1gbit": Run("PowerSGD, both reductions, 1 Gbit/s a host", FAST, REDUCTIONS),
     "quantised-100mbit": Run("Quantising methods, 100 Mbit/s a host", "100mbit", QUANTISED),
     "quantised-1gbit": Run("Quantising methods, 1 Gbit/s a host", FAST, QUANTISED),
 }
 
 
 def measure(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """Run `horovod-topk bench` on a cluster, and return its results.
-
-    Raises:
-        ClusterError: the command failed.
-    """
+    """Run `horovod-topk bench` on a cluster, and return its results."""
     command = ["-m", "horovod_topk.cli", "bench", *run.arguments, "--rounds", args.rounds]
     return on_hosts(command, Cluster(HOSTS, Link.of(run.rate)), LIMIT_SECONDS)
 

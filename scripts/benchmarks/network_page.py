@@ -61,7 +61,6 @@ def _summary(results: Results) -> str:
 
 
 def _time(result: Result) -> str:
-    """Table of exchange time, CPU time and link time."""
     found, cores = figures(result), result["machine"]["cores"]
     rows = (
         [
@@ -76,7 +75,6 @@ def _time(result: Result) -> str:
 
 
 def _exchanges(results: Results, names: Sequence[str], runs: Sequence[str]) -> str:
-    """Table of exchange times, a column for each run."""
     found = [figures(results[run]) for run in runs]
     rows = ([f"`{name}`", *(f"{of[name].exchange:.2f}" for of in found)] for name in names)
     return table(["", *(RUNS[run].title for run in runs)], rows)

@@ -9,7 +9,6 @@ docs/results/plan-grid.json and docs/network.md.
     sudo make plan-grid ARGS="--missing"               # cells without results
     sudo make plan-grid ARGS="2:100mbit:resnet18 3:200mbit:fit"
     sudo make plan-grid ARGS="--ours"                  # all but dense: three quarters of an hour
-    python scripts/page.py plan-grid                   # the page alone
 
 The authors' bias: they want the plan to be right. Cells and models were given before anything was
 measured, and all of them are reported.
@@ -76,11 +75,7 @@ STRATEGIES = (NONE, DENSE, Exchange("allgather", "float32"), Exchange("sharded",
 
 
 def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure a cell. With `--ours` the stored dense steps are kept.
-
-    Raises:
-        ClusterError: the job failed.
-    """
+    """Measure a cell. With `--ours` the stored dense steps are kept."""
     there = machine()  # its load: before
     kept = pages.stored(JOBS.page)[cell.name] if args.ours else {}
     if args.ours and cell.model is None:

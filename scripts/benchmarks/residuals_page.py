@@ -48,7 +48,6 @@ def _line(ratio: float, run: Record) -> list[str]:
 
 
 def _reading(record: Record) -> Values:
-    """The figures in words."""
     runs = {run["name"]: run for run in record["runs"]}
     bound = karimireddy(record["ratio"])
     ranks = [rank for run in runs.values() for rank in run["ranks"]]

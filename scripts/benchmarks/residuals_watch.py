@@ -14,14 +14,14 @@ learning rate, which our residuals, of gradients, are not multiplied by.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from horovod_topk.cli.compare.simulated.exchanges import Compressed, Gradients
-from horovod_topk.core.exchange.protocol import Traffic
 from horovod_topk.core.run.runner import StepRunner
 
 
@@ -63,8 +63,7 @@ class Watched:
     """`horovod_topk.cli.compare.simulated.exchanges.Exchange`.
 
     Args:
-        inner: what exchanges.
-        names: of the gradients, in their order.
+        inner, names: what exchanges, and the names of the gradients, in their order.
         idle_every: the last rank's gradient is zero in every so many-th step; 0: never.
     """
 
@@ -89,13 +88,8 @@ class Watched:
             norms.contraction.append(contraction(compensated, residual))
         return exchanged
 
-    def traffic(self) -> Traffic:
-        """`Exchange.traffic`."""
-        return self._inner.traffic()
-
-    def report(self, losses: Sequence[float]) -> None:
-        """`Exchange.report`."""
-        self._inner.report(losses)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def _note(self, rank: int, gradients: Gradients) -> float:
         """The norm of e + g."""

@@ -34,13 +34,7 @@ class Shapes(nn.Module):
 def training(
     model: Shapes, compression: object | None, loss: Callable[[], Tensor]
 ) -> tuple[Callable[[], None], Any]:
-    """A step of training with Horovod, and its optimizer.
-
-    Args:
-        model: its parameters.
-        compression: what Horovod is given; None: no exchange.
-        loss: of a step.
-    """
+    """A step of training with Horovod, and its optimizer."""
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-9)
     if compression is not None:
         names = model.named_parameters()

@@ -29,7 +29,6 @@ class Training:
     """A model, its optimizer and the gradients of two simulated ranks on one device.
 
     Args:
-        specs: the model's parameters.
         optimizer: adamw, fused adamw, sgd or none.
         call: the compressor; None: dense, so that nothing is compressed.
         device: cuda or cpu.

@@ -6,7 +6,6 @@ docs/results/trouble.json and docs/trouble.md.
 
     sudo make bench-trouble                           # all jobs: a quarter of an hour
     sudo make bench-trouble ARGS="loss-1"             # this job; other results are kept
-    python scripts/page.py trouble                    # the page alone
 
 The authors' bias: they want TopKEF to win.
 """
@@ -59,11 +58,7 @@ PLAIN = "none"  # what the others are compared with
 
 
 def measure(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one job.
-
-    Raises:
-        ClusterError: it failed.
-    """
+    """Run one job."""
 
     def send_again_sooner(cluster: Cluster) -> None:
         """Set TCP's least time-out before it sends a lost packet again, between the hosts."""

@@ -6,7 +6,6 @@ each number of hosts, number of ranks a host and cycle time; all methods take tu
 
     sudo make bench-wire                               # all jobs: half an hour on two cores
     sudo make bench-wire ARGS="2x1:50 4x2:50"          # these jobs: hosts x ranks : milliseconds
-    python scripts/page.py wire                        # the page alone
 
 Horovod's ranks exchange messages once a cycle, by default every millisecond, even when idle. At a
 cycle of 50 ms few of these bytes are left, so the cost of payloads shows; the default cycle is
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +52,8 @@ class Way:
         """As in tables and in files."""
         if self.exchange in (DENSE, HALF):
             return self.exchange
-        return name_of(**asdict(self))
-
-
-def name_of(exchange: str, values: str, ratio: float, min_numel: int = 1024) -> str:
-    """The name of a TopKEF setting."""
-    suffix = "" if min_numel else ", min_numel=0"
-    return f"{exchange}, {values}, {ratio:g}{suffix}"
+        suffix = "" if self.min_numel else ", min_numel=0"
+        return f"{self.exchange}, {self.values}, {self.ratio:g}{suffix}"
 
 
 def ways(slots: int = 1) -> Iterator[Way]:
@@ -94,11 +88,7 @@ class Setting:
 
 
 def measure(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one job: bytes that each card sent with each method.
-
-    Raises:
-        ClusterError: it failed.
-    """
+    """Run one job: bytes that each card sent with each method."""
     cluster = Cluster(setting.hosts, Link.of("1gbit"), slots=setting.slots)
     job = on_hosts([RANK, "--steps", args.steps], cluster, LIMIT_SECONDS, setting.environment)
     there = {"congestion control": CONTROL.read_text().strip(), "cycle": setting.cycle}

@@ -30,14 +30,7 @@ exec env --ignore-signal=CHLD sleep infinity
 
 
 class Host:
-    """A host of a cluster.
-
-    Args:
-        room: where it is.
-        number: from 1; its name and address follow from it.
-        link: joins it to the switch.
-        sshd: the path of the program, which does not start without it.
-    """
+    """A host of a cluster."""
 
     def __init__(self, room: Room, number: int, link: Link, sshd: str) -> None:
         self.name, self.address = name_of(number), address_of(number)
@@ -83,13 +76,7 @@ class Host:
     def start(
         self, command: Sequence[str], settings: Mapping[str, str] | None = None, **rest: Any
     ) -> subprocess.Popen[bytes]:
-        """Start a command here, in the current folder.
-
-        Args:
-            command: looked up on PATH.
-            settings: environment variables, beside this process's.
-            rest: as `subprocess.Popen` takes them.
-        """
+        """Start a command here, in the current folder."""
         env = os.environ | variables() | dict(settings or {})
         return subprocess.Popen([*self.enter(), *command], env=env, **rest)
 
@@ -121,11 +108,7 @@ class Host:
         return text
 
     def check(self, command: Sequence[str]) -> None:
-        """Run a command here that takes a moment.
-
-        Raises:
-            ClusterError: it failed.
-        """
+        """Run a command here that takes a moment."""
         check([*self.enter(Path("/")), *command])
 
     def lose_power(self) -> None:

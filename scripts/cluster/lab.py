@@ -46,16 +46,7 @@ SetEnv {variables}
 
 
 class Cluster:
-    """Hosts on one switch, for as long as a `with` block lasts.
-
-    Args:
-        hosts: how many.
-        link: of each host.
-        slots: ranks on each host.
-
-    Raises:
-        ClusterError: it cannot be made here, with the cure.
-    """
+    """Hosts on one switch, for as long as a `with` block lasts."""
 
     def __init__(self, hosts: int, link: Link | None = None, *, slots: int = 1) -> None:
         if not 1 <= hosts <= MOST_HOSTS:

@@ -84,11 +84,7 @@ class Link:
 
 
 def bits_per_second(rate: str) -> int:
-    """Of "100mbit" and the like.
-
-    Raises:
-        ClusterError: it is no rate.
-    """
+    """Of "100mbit" and the like."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
     if found is None:
         raise ClusterError(f"{rate!r} is no rate: write 100mbit, 1gbit or 2.5gbit")
@@ -96,11 +92,7 @@ def bits_per_second(rate: str) -> int:
 
 
 def seconds(duration: str) -> float:
-    """Parse a duration such as "50ms" or "0.1s", to seconds.
-
-    Raises:
-        ClusterError: it is no duration.
-    """
+    """Parse a duration such as "50ms" or "0.1s", to seconds."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)s", duration.lower())
     if found is None:
         raise ClusterError(f"{duration!r} is no delay: write 50ms or 0.05s")

@@ -63,11 +63,7 @@ class Room:
         return enter(self.pid)
 
     def check(self, command: Sequence[str]) -> None:
-        """Run a command in the room.
-
-        Raises:
-            ClusterError: it failed.
-        """
+        """Run a command in the room."""
         check([*self.enter(), *command])
 
     def close(self) -> None:
@@ -97,11 +93,7 @@ def environment() -> dict[str, str]:
 
 
 def check(command: Sequence[str]) -> None:
-    """Run a command that takes a moment.
-
-    Raises:
-        ClusterError: it failed; with what it said.
-    """
+    """Run a command that takes a moment."""
     done = subprocess.run(
         command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True
     )

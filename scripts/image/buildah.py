@@ -114,11 +114,7 @@ class Buildah:
             shutil.rmtree(self._storage)
 
     def build(self, frameworks: str, settings: PipSettings) -> None:
-        """Build the image.
-
-        Raises:
-            ImageError: it failed, with the cause.
-        """
+        """Build the image."""
         command = ["bud", "--layers", "--format", "oci", "--file", DOCKERFILE, "--tag", IMAGE]
         command += ["--build-arg", f"BASE={self._base_image()}"]
         command += ["--build-arg", f"FRAMEWORKS={frameworks}"]
@@ -180,10 +176,8 @@ class Buildah:
             raise ImageError(str(error)) from error
 
     def _check(self, command: Sequence[object], failure: str) -> str:
-        try:
-            return self._runner.check([*self._images, *command], failure, env=self._env)
-        except SetupError as error:
-            raise ImageError(str(error)) from error
+        command = [*self._images, *command]
+        return self._runner.check(command, failure, env=self._env, error=ImageError)
 
 
 class HostContainers:
@@ -203,11 +197,7 @@ class HostContainers:
             host.start(self._configuration.command(["sshd"]), **quiet)
 
     def run(self, command: Sequence[str], *, limit_seconds: float) -> str:
-        """Run a command in a container that is the first host; what it printed.
-
-        Raises:
-            ImageError: it failed, or took longer; with the end of what it printed.
-        """
+        """Run a command in a container that is the first host; what it printed."""
         inside = self._configuration.command(command)
         try:
             return self._hosts[0].run(inside, limit_seconds=limit_seconds)
@@ -224,11 +214,7 @@ def base_of(dockerfile: Path) -> str:
 
 
 def bootstrap(folder: Path) -> list[str]:
-    """The command that makes Debian's smallest system in `folder`.
-
-    Raises:
-        ImageError: the program is missing.
-    """
+    """The command that makes Debian's smallest system in `folder`."""
     if not shutil.which("debootstrap"):
         raise ImageError(
             "no image registry answers, and debootstrap is not installed: "
@@ -257,11 +243,7 @@ def _processes_below(folder: Path) -> list[int]:
 
 
 def unmount_below(folder: Path) -> None:
-    """What buildah has mounted in `folder`: deleting the folder would delete that too.
-
-    Raises:
-        ImageError: something cannot be unmounted.
-    """
+    """What buildah has mounted in `folder`: deleting the folder would delete that too."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     for place in sorted((m for m in mounts if Path(m).is_relative_to(folder)), reverse=True):
         if subprocess.run(["umount", place], capture_output=True).returncode:

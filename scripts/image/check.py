@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from image.buildah import Buildah, HostContainers
 from image.docker import Docker, DockerContainers
@@ -28,30 +27,15 @@ LIMIT_SECONDS = 180.0
 SSHD_SECONDS = 30.0  # until all of them have to answer
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Of a build."""
-
-    seconds: float
-    size: int  # bytes
-
-    def __str__(self) -> str:
-        return f"built in {self.seconds:.0f} s, {self.size / 1e6:.0f} MB"
-
-
 def check(
     engine: Docker | Buildah, console: Console, frameworks: str, hosts: int, settings: PipSettings
-) -> Figures:
-    """Build the image and try it.
-
-    Raises:
-        ImageError: something failed.
-    """
+) -> str:
+    """Build the image and try it; return the time and the size in words."""
     began = time.monotonic()
     engine.build(frameworks, settings)
     seconds = time.monotonic() - began
-    figures = Figures(seconds, engine.size())
-    console.note(str(figures))
+    figures = f"built in {seconds:.0f} s, {engine.size() / 1e6:.0f} MB"
+    console.note(figures)
     with engine.containers(1) as alone:
         try_alone(alone, console)
     with engine.containers(hosts) as cluster:
@@ -113,11 +97,7 @@ def await_sshd(containers: Containers, names: Sequence[str]) -> None:
 
 
 def summary(printed: str, *, ranks: int) -> str:
-    """The line with which the example ends.
-
-    Raises:
-        ImageError: there is none of so many ranks and all steps.
-    """
+    """The line with which the example ends."""
     found = re.search(rf"topk at .*?ranks: {ranks}, steps: {STEPS};[^\n\[]*", printed)
     if not found:
         raise ImageError(f"the example did not say that it ran:\n{printed[-4000:]}")

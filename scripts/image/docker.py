@@ -11,18 +11,13 @@ from pathlib import Path
 
 from image.engine import DOCKERFILE, ROOT, ImageError
 from image.pip import PipSettings
-from setup.run import Runner, SetupError
+from setup.run import Runner
 
 KEYS = "/home/horovod/.ssh"
 
 
 class Docker:
-    """Docker's engine. What it makes has a name with our process's id, and is removed.
-
-    Args:
-        runner: of its commands.
-        base: another base image than the Dockerfile's.
-    """
+    """Docker's engine. What it makes has a name with our process's id, and is removed."""
 
     def __init__(self, runner: Runner, base: str | None = None) -> None:
         self._runner, self._base = runner, base
@@ -65,10 +60,7 @@ class Docker:
             made.remove()
 
     def _check(self, command: Sequence[object], failure: str) -> str:
-        try:
-            return self._runner.check(command, failure)
-        except SetupError as error:
-            raise ImageError(str(error)) from error
+        return self._runner.check(command, failure, error=ImageError)
 
 
 class DockerContainers:
@@ -106,11 +98,7 @@ class DockerContainers:
 
 
 def said(*arguments: str, limit_seconds: float = 60) -> str:
-    """What a command of Docker printed.
-
-    Raises:
-        ImageError: it failed, or took longer.
-    """
+    """What a command of Docker printed."""
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     command = ["docker", *arguments]
     try:

@@ -9,26 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster import missing as cluster_missing
+from setup.run import SetupError
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile.cpu"
 
 
-class ImageError(Exception):
+class ImageError(SetupError):
     """The image cannot be built or does not work; the message says what failed, and the cure."""
 
 
 def chosen(asked: str, docker_runs: Callable[[], bool], unfit: Callable[[], str | None]) -> str:
-    """The name of the engine: the one asked for, or for "auto" Docker where it runs.
-
-    Args:
-        asked: "docker", "buildah" or "auto".
-        docker_runs: whether Docker's engine answers.
-        unfit: why buildah cannot be used; None where it can.
-
-    Raises:
-        ImageError: it is not to be had, with the cure.
-    """
+    """The name of the engine: the one asked for, or for "auto" Docker where it runs."""
     if asked != "buildah" and docker_runs():
         return "docker"
     if asked == "docker":

@@ -105,11 +105,7 @@ def stored(name: str) -> Any:
 
 
 def filled_in(template: str, values: Values) -> str:
-    """Put figures into a template.
-
-    Raises:
-        ValueError: the template names a figure that does not exist.
-    """
+    """Put figures into a template."""
 
     def put(found: re.Match[str]) -> str:
         field, *arguments = " ".join(found[1].split()).split(" | ")

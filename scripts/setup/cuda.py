@@ -57,13 +57,7 @@ class Gpu:
 
 
 def find_gpu(versions: Mapping[str, str], env: Mapping[str, str], packages: Path) -> Gpu:
-    """What GPU operations can be built with; SetupError says what is missing.
-
-    Args:
-        versions: as `horovod.installed_versions` reports them.
-        env: the user's variables.
-        packages: the site-packages folder with torch and NVIDIA's wheels.
-    """
+    """What GPU operations can be built with; SetupError says what is missing."""
     if not env.get("CUDA_HOME"):
         raise SetupError("CUDA_HOME names no CUDA toolkit")
     toolkit = Path(env["CUDA_HOME"]).absolute()

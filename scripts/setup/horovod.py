@@ -249,7 +249,6 @@ def placed_when_whole(place: Path) -> Iterator[Path]:
 
 
 def _build(folder: Path, python: Path, compiler: str, runner: Runner, variant: Variant) -> None:
-    """Leave a wheel in `folder`."""
     kind = "GPU" if variant.gpu else "CPU"
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
         sources = _patched_sources(Path(temporary), python, runner, variant)

@@ -83,12 +83,7 @@ class Routed(Gated):
 
 
 class RoutedLoop(Text):
-    """Trains `Routed`.
-
-    Args:
-        balance: weight of the loss that asks for equal use of experts.
-        options: of the run.
-    """
+    """Trains `Routed`."""
 
     model, batch_size = Routed, 4
 

@@ -7,12 +7,12 @@ the installed torch package, 46 MB, split by file.
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -27,12 +27,7 @@ POINTS = 12  # evaluations of a run
 class GPT(Text):
     """A byte GPT of the sizes of GPT-2's blocks: 25.5 million parameters."""
 
-    batch_size = 2
-
-    @staticmethod
-    def model() -> nn.Module:
-        """Eight layers of width 512."""
-        return pytorch_bytelm.ByteGPT(width=512, heads=8, layers=8)
+    model, batch_size = partial(pytorch_bytelm.ByteGPT, width=512, heads=8, layers=8), 2
 
     def columns(self, split: str) -> tuple[Tensor, ...]:
         """Rows of text; sorted by name of the file for skewed shards."""
@@ -42,10 +37,7 @@ class GPT(Text):
 class Convolutions(GPT):
     """The dilated convolutions of loops.py with 11.0 million parameters."""
 
-    @staticmethod
-    def model() -> nn.Module:
-        """Six layers of 768 channels."""
-        return CausalConvolutions(768, (1, 2, 4, 8, 16, 32))
+    model = partial(CausalConvolutions, 768, (1, 2, 4, 8, 16, 32))
 
 
 LOOPS = {"gpt": GPT, "convolutions": Convolutions}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from math import log
 from pathlib import Path
 from typing import Any
@@ -86,47 +86,27 @@ class Convolutions(Text):
 
 
 class Gru(Text):
-    """107 thousand parameters."""
+    """A GRU of 128 units, 107 thousand parameters."""
 
-    batch_size, length = 4, 33
-
-    @staticmethod
-    def model() -> nn.Module:
-        """A GRU of 128 units."""
-        return Recurrent(48, 128)
+    model, batch_size, length = partial(Recurrent, 48, 128), 4, 33
 
 
 class Embeddings(Text):
-    """140 thousand parameters."""
+    """A perceptron over the embeddings of 8 bytes, 140 thousand parameters."""
 
-    batch_size = 4
-
-    @staticmethod
-    def model() -> nn.Module:
-        """A perceptron over the embeddings of 8 bytes."""
-        return Perceptron(32, 256)
+    model, batch_size = partial(Perceptron, 32, 256), 4
 
 
 class Wide(Text):
-    """5.7 million parameters."""
+    """A perceptron of two wide layers, 5.7 million parameters."""
 
-    batch_size, length = 1, 33
-
-    @staticmethod
-    def model() -> nn.Module:
-        """A perceptron of two wide layers."""
-        return Perceptron(128, 2048, 1536)
+    model, batch_size, length = partial(Perceptron, 128, 2048, 1536), 1, 33
 
 
 class Patches(Loop):
     """A residual network with batch norm, 80 thousand parameters, on patches of photographs."""
 
-    batch_size = 16
-
-    @staticmethod
-    def model() -> nn.Module:
-        """For two photographs in 16 parts."""
-        return Residual(2 * CELLS[0] * CELLS[1])
+    model, batch_size = partial(Residual, 2 * CELLS[0] * CELLS[1]), 16
 
     def columns(self, split: str) -> tuple[Tensor, ...]:
         """Patches and the parts they are from; sorted by part for skewed shards."""

@@ -70,7 +70,6 @@ def grouped(study: Study, key: Callable[[Place], Any]) -> dict[Any, list[Place]]
 
 
 def _loop(place: Place) -> tuple[str, int, str]:
-    """The optimizer, the number of steps and the kind of learning rate of a cell."""
     return str(place.options["optimizer"]), int(str(place.options["steps"])), place.rate
 
 

@@ -166,11 +166,7 @@ def accuracy(model: nn.Module) -> float:
 
 
 def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
-    """What a run came to, the same on every rank.
-
-    Raises:
-        RuntimeError: ranks ended with different weights.
-    """
+    """What a run came to, the same on every rank."""
     torch.manual_seed(seed)
     job = Job(args)
     for number, batch in enumerate(batches(args, seed), start=1):

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 from horovod_topk.cli import compare, tune
 from horovod_topk.cli.compare import session as comparisons
@@ -20,10 +23,9 @@ from horovod_topk.cli.options import Parser, add
 from horovod_topk.cli.tune import session
 from horovod_topk.cli.tune.search import DENSE, Budget, Runs, Search
 from horovod_topk.cli.tune.space import Setting
+from pages import RESULTS
 from pages.markdown import table
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "results" / "tune.jsonl"
 BUDGETS = {  # the first one allows most
     "25x fewer bytes": Budget(fewer=25.0),
     "100x fewer bytes": Budget(fewer=100.0),
@@ -45,7 +47,7 @@ def main() -> None:
     args = options.parse_args(words, argparse.Namespace(arguments=()))
     given = {**vars(args), **tune.UNUSED, "compressors": ["TopKEF()"], "seeds": [own.seeds]}
     settings = compare.settings_of(argparse.Namespace(**given))[0]
-    store = Store(RESULTS)
+    store = Store(RESULTS / "tune.jsonl")
     first = session.prepared(settings, args, store)
     texts = {each.text: each.text for each in first.fitting}
     grid = replace(settings, baselines={DENSE: DENSE}, compressors=texts)
@@ -63,7 +65,6 @@ def main() -> None:
 
 
 def _searched(whole: Search, seed: int) -> Search:
-    """Search in a quarter of the grid's steps."""
     runs, most = whole.runs.anew(), int(SHARE * whole.runs.steps)
     found = replace(whole, runs=runs, most_steps=most, sampler_seed=seed)
     found.run()

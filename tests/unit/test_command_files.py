@@ -109,7 +109,7 @@ ANY = ["nan", "inf", "-1", "0", "1.5", "1" * 400, '"x"', "[]", "[[]]", "[1]", "{
 ANY += ["true", "2026-01-01", '[{a = "x"}]']
 KEYS = ["script", "arguments", "compressors", "baselines", "seeds", "seed_argument", "options"]
 KEYS += ["grid", "ranks", "hosts", "network", "controller", "limit_seconds", "metric", "target"]
-KEYS += ["budget", "version", "simulated", "jobs", "title", "text", "cases"]
+KEYS += ["budget", "version", "simulated", "jobs", "title", "cases"]
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -81,6 +81,42 @@ def test_compressors_have_names() -> None:
         named(["TopKEF()", "TopKEF"])
 
 
+CASES = """
+script = "train.py"
+options = { steps = 5 }
+grid = { shards = ["equal", "skewed"], lr = [] }
+[compressors]
+"int4 a" = "TopKEF(values='int4')"
+"int8 a" = "TopKEF(values='int8')"
+"int8 b" = "TopKEF(values='int8', ratio=0.1)"
+[[cases]]
+options = { model = "gpt" }
+grid = { lr = [0.1] }
+compressors = ["int8 *", "int4 a"]
+[[cases]]
+title = "named"
+grid = { lr = [0.2], shards = ["equal"] }
+"""
+
+
+def test_cases_complete_the_top_of_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(CASES)
+    gpt, named = of_file(path)
+    assert gpt.title == "gpt" and named.title == "named"
+    assert list(gpt.compressors) == ["int8 a", "int8 b", "int4 a"]
+    assert len(named.compressors) == 3
+    assert gpt.variants() == [
+        (("shards", "equal"), ("lr", 0.1)),
+        (("shards", "skewed"), ("lr", 0.1)),
+    ]
+    assert named.variants() == [(("shards", "equal"), ("lr", 0.2))]
+    assert dict(gpt.options) == {"steps": 5, "model": "gpt"}
+    path.write_text(CASES.replace("int8 *", "int2 *"))
+    with pytest.raises(ValueError, match=r"\['int2 \*'\]: the file has none of"):
+        of_file(path)
+
+
 def settings_in(folder: Path, text: str) -> CompareSettings:
     (folder / "train.py").write_text("print(1)")
     path = folder / "settings.toml"

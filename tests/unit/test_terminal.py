@@ -100,7 +100,7 @@ def test_the_demos_table_fits() -> None:
         "seconds_per_step": 0.024,
     }
     for launch in (demo.HOROVOD, demo.DDP):
-        table = demo.table([demo.COLUMNS, demo.row("TopKEF", run, launch)])
+        table = "\n".join(aligned([demo.COLUMNS, demo.row("TopKEF", run, launch)]))
         assert not too_wide(f"{table}\n{demo.NOTE.format(launch.last.format(demo.LINK))}")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,3 +274,9 @@ def test_what_is_refused(
     (tmp_path / "train.py").write_text("")
     assert cli.main(["tune", str(tmp_path / "train.py"), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_script_of_the_page_runs_by_itself() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "study" / "tune.py"
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
+    assert "--searches" in done.stdout, done.stderr

@@ -109,7 +109,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _usual(args: argparse.Namespace) -> str:
-    """The default methods."""
     if args.script is not None:
         return DEFAULT_OF_SCRIPT
     usual = DEFAULT_OF_TORCHRUN if by_torchrun() else DEFAULT

@@ -20,11 +20,7 @@ class Compute:
 
     @classmethod
     def of(cls, text: str) -> Compute:
-        """Parse "sleep:0.2" or "cpu:0.2".
-
-        Raises:
-            ValueError: it is neither.
-        """
+        """Parse "sleep:0.2" or "cpu:0.2"."""
         kind, _, seconds = text.partition(":")
         try:
             found = cls(kind, float(seconds), text)

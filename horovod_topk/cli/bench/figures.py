@@ -52,11 +52,7 @@ class Figures:
 
 
 def read_result(path: Path) -> Result:
-    """Read a file that --json has written.
-
-    Raises:
-        ValueError: the file cannot be read, or has no results.
-    """
+    """Read a file that --json has written."""
     try:
         found: Result = json.loads(path.read_text())
         problem = _problem(found)

@@ -46,9 +46,7 @@ class GivenGradients(nn.Module):
     """A module whose parameters share memory with those of other runners.
 
     Args:
-        shared: weights and gradients.
         seed: seed for drawing gradients; the same for all runners of a rank.
-        compute: the simulated computation of backward.
         idle: number of additional parameters without a gradient, spread evenly among the others.
     """
 

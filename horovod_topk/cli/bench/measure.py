@@ -21,9 +21,7 @@ class Taken:
 
     seconds: list[float]  # each round's step, on the slowest rank
     cpu: list[float]  # each round's step, in seconds of a core, all threads: mean over ranks
-    bytes: (
-        float | None
-    )  # bytes that left a host's card in a step (median of rounds, mean of hosts), if counted
+    bytes: float | None  # that left a host's card in a step, if counted: median, mean of hosts
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,7 @@ def race(
 ) -> dict[str, Taken]:
     """Run rounds of one step for each runner, after all have warmed up.
 
-    Args:
-        ranks: the ranks that take the steps.
-        runners: the runners by name.
-        rounds: number of rounds.
-        interface: network card whose bytes are counted; None if ranks share one host.
+    interface: network card whose bytes are counted; None if ranks share one host.
     """
     for runner in runners.values():
         for _ in range(runner.warm_up):

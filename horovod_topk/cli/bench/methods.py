@@ -115,11 +115,7 @@ def first_of_fsdp(methods: Iterable[Method]) -> str | None:
 
 
 def parse_methods(text: str) -> list[Method]:
-    """Parse a comma-separated list of methods, without `none` and duplicates.
-
-    Raises:
-        ValueError: a method is unknown; TopKError: a compressor does not accept a setting.
-    """
+    """Parse a comma-separated list of methods, without `none` and duplicates."""
     methods = {name: method_of(name) for name in _names(text)}
     methods.pop(NONE, None)  # it is always measured
     if not methods:
@@ -153,9 +149,6 @@ def method_of(name: str) -> Method:
     """Parse one of KINDS, topk-WORD-WORD, topk:SETTING=VALUE,..., or a compressor in Python.
 
     With one of PREFIXES, a compressor is used with DistributedDataParallel, FSDP2 or LocalSteps.
-
-    Raises:
-        ValueError: it is none of these; TopKError: the compressor does not accept a setting.
     """
     for prefix, changes in PREFIXES.items():
         inner = name.removeprefix(prefix)
@@ -189,7 +182,6 @@ def method_of(name: str) -> Method:
 
 
 def _once(name: str, pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Collect settings; refuse a setting that is there twice."""
     settings: dict[str, object] = {}
     for key, value in pairs:
         if key in settings:
@@ -216,7 +208,6 @@ def _literal(text: str) -> object:
 
 
 def _check_steady(settings: set[str]) -> None:
-    """Refuse a setting that changes the steps that are timed."""
     if "warmup" in settings:
         raise ValueError(
             "--methods: of a warm-up only the first steps would be timed: write topk:ratio=0.25 "

@@ -83,11 +83,7 @@ def counted(interface: str) -> Sent:
 
 
 def address(interface: str) -> str:
-    """The card's IPv4 address.
-
-    Raises:
-        ValueError: the card has no address, or does not exist.
-    """
+    """The card's IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("256s", interface.encode()[:15])
         try:
@@ -102,10 +98,7 @@ def address(interface: str) -> str:
 
 
 def interface_named(chosen: str | None, *, alone: bool) -> str | None:
-    """The network card of the ranks: the user's or the launcher's; None if not known.
-
-    alone: whether all ranks are on this host.
-    """
+    """The network card of the ranks: the user's or the launcher's; None if not known."""
     named = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME")
     found = chosen or named or _of_nccl()
     return LOOPBACK if found is None and alone else found

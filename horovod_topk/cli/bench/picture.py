@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
-    """Draw exchange time per step for all methods; runs of unknown bandwidth come last.
-
-    Raises:
-        ModuleNotFoundError: Matplotlib is not installed.
-        ValueError: the runs differ in more than bandwidth; see `check_comparable`.
-    """
+    """Draw exchange time per step for all methods; runs of unknown bandwidth come last."""
     check_comparable(results)
     with canvas(path, width=8.5) as axes:
         _fill(axes, sorted(results, key=lambda run: run["rate"] or float("inf")))
@@ -50,14 +45,7 @@ def _fill(axes: Axes, runs: Sequence[Result]) -> None:
 
 
 def check_comparable(results: Iterable[Mapping[str, Any]]) -> None:
-    """Check that one picture can show all these runs.
-
-    Args:
-        results: the settings of each run; figures are not needed.
-
-    Raises:
-        ValueError: the runs differ in model, number of ranks or compute.
-    """
+    """Check that one picture can show all these runs."""
     kinds = {(run["model"], run["ranks"], run["compute"]) for run in results}
     if len(kinds) > 1:
         raise ValueError(

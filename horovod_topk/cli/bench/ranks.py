@@ -8,8 +8,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from torch import distributed as dist
@@ -18,35 +16,6 @@ from horovod_topk.cli.bench.nic import address
 
 SETTLE = 0.2  # seconds for threads of Gloo to end
 TCPStore = dist.TCPStore  # type: ignore[attr-defined]  # public, but not declared
-
-
-class Ranks(Protocol):
-    """The place of this rank, and what ranks tell each other beside the steps that are timed."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    hosts: int
-
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Gather equally many values of each rank. Sleeps while it waits, as all ranks share cores.
-
-        In `hvd.barrier()` a waiting rank occupies a whole core. With more ranks than cores, ranks
-        that have ended their step would slow down the others.
-        """
-        ...
-
-    def process_group(self, interface: str | None) -> AbstractContextManager[None]:
-        """torch's process group of all ranks, over Gloo.
-
-        Args:
-            interface: the network card of the ranks; None: not known.
-
-        Raises:
-            ValueError: the card is not known, and has to be.
-        """
-        ...
 
 
 class HorovodRanks:
@@ -60,7 +29,11 @@ class HorovodRanks:
         self.hosts = hvd.cross_size()  # hosts with a local rank 0, which is all of them
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """`Ranks.gather`."""
+        """Gather equally many values of each rank. Sleeps while it waits, as all ranks share cores.
+
+        In `hvd.barrier()` a waiting rank occupies a whole core. With more ranks than cores, ranks
+        that have ended their step would slow down the others.
+        """
         mine = torch.tensor([values], dtype=torch.float64)
         handle = self._hvd.allgather_async(mine, name=f"bench.gather.{len(values)}")
         found: list[list[float]] = self._collective.result_of(handle).tolist()
@@ -68,7 +41,10 @@ class HorovodRanks:
 
     @contextlib.contextmanager
     def process_group(self, interface: str | None) -> Iterator[None]:
-        """`Ranks.process_group`; rank 0 runs a store on a free port."""
+        """torch's process group of all ranks, over Gloo; rank 0 runs a store on a free port.
+
+        interface: the network card of the ranks; it has to be known.
+        """
         if interface is None:
             raise ValueError(
                 "which network card ranks use is not known: horovodrun has named none. "
@@ -102,7 +78,7 @@ class TorchRanks:
         self.hosts = int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """`Ranks.gather`."""
+        """Gather equally many values of each rank."""
         mine = torch.tensor(values, dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine)
@@ -110,7 +86,7 @@ class TorchRanks:
 
     @contextlib.contextmanager
     def process_group(self, interface: str | None) -> Iterator[None]:
-        """`Ranks.process_group`: it exists, and is left at the end.
+        """torch's process group, which exists, and is left at the end.
 
         Threads of PyTorch 2.13's Gloo drop the tensors of the last collective after it has ended. A
         process that ends meanwhile aborts.
@@ -119,6 +95,9 @@ class TorchRanks:
         barrier(self)
         time.sleep(SETTLE)
         dist.destroy_process_group()
+
+
+Ranks = HorovodRanks | TorchRanks
 
 
 def barrier(ranks: Ranks) -> None:

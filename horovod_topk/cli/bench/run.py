@@ -99,7 +99,6 @@ def main(
 
 
 def _ranks(methods: Sequence[Method]) -> Ranks:
-    """Initialise the launcher's library, and return the ranks."""
     if by_torchrun():
         return TorchRanks()
     importlib.import_module("horovod.torch").init(process_sets=process_sets(methods))
@@ -107,11 +106,7 @@ def _ranks(methods: Sequence[Method]) -> Ranks:
 
 
 def over_ddp(method: Method) -> Method:
-    """The same method with torch DDP or FSDP2, for ranks that torchrun has started.
-
-    Raises:
-        ValueError: it is one of Horovod's.
-    """
+    """The same method with torch DDP or FSDP2, for ranks that torchrun has started."""
     if method.needs_group:
         return method
     if method.kind in (TOPK, OTHER):
@@ -129,11 +124,7 @@ def nodes_of(ranks: Ranks) -> int:
 
 
 def check_nodes(methods: Sequence[Method], ranks: Ranks) -> None:
-    """Refuse FSDP2 where nodes differ in their number of ranks.
-
-    Raises:
-        ValueError: they do.
-    """
+    """Refuse FSDP2 where nodes differ in their number of ranks."""
     fsdp = first_of_fsdp(methods)
     if fsdp and ranks.size % (nodes := nodes_of(ranks)):
         raise ValueError(
@@ -156,7 +147,6 @@ def _of_shapes(
     interface: str | None,
     counted: str | None,
 ) -> dict[str, Taken]:
-    """Measure steps with given gradients."""
     shared = Weights.of(specs, ranks.rank)
     with contextlib.ExitStack() as stack:
         if by_torchrun() or any(method.needs_group for method in methods):
@@ -175,7 +165,6 @@ def _of_shapes(
 def _of_script(
     ranks: Ranks, args: argparse.Namespace, methods: Sequence[Method], counted: str | None
 ) -> tuple[dict[str, Taken], list[Shape]]:
-    """Measure steps of a user's script, and return its parameters' shapes."""
     time_script = importlib.import_module(SCRIPTS).time_script
     taken: dict[str, Taken] = {}
     shapes: list[Shape] = []
@@ -203,7 +192,6 @@ def _result(
     methods: Sequence[Method],
     taken: dict[str, Taken],
 ) -> Result:
-    """The results as written to a file."""
     return {
         **_asked(args, ranks),
         "elements": sum(math.prod(shape) for shape in shapes),

@@ -68,10 +68,8 @@ def build(
     """Make the runner of a method.
 
     Args:
-        method: the method.
-        model: the runner's model.
         ordinal: number of the runner, for unique names of collectives.
-        optimizer: the optimizer, as `options.optimizer_of` returns it; None: SGD without momentum.
+        optimizer: as `options.optimizer_of` returns it; None: SGD without momentum.
         nodes: number of nodes within which FSDP2 shards.
     """
     if method.is_fsdp:
@@ -166,7 +164,6 @@ def _locally(
 
 
 def _wait(optimizer: Any) -> None:
-    """Sleep until all collectives are done."""
     rest_until_done = importlib.import_module("horovod_topk.torch.collective").rest_until_done
     for handle, _ in optimizer._handles.values():
         if handle is not None:

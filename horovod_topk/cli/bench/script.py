@@ -82,11 +82,7 @@ class Watch:
 
 
 def check(methods: Sequence[Method]) -> None:
-    """Refuse methods that cannot be timed with a script that uses Horovod.
-
-    Raises:
-        ValueError: a method is not a compression of Horovod's optimizer.
-    """
+    """Refuse methods that cannot be timed with a script that uses Horovod."""
     for method in methods:
         if method.adapter != "torch" or method.kind not in KINDS:
             raise ValueError(
@@ -103,11 +99,7 @@ def time_script(
     rounds: int,
     interface: str | None,
 ) -> tuple[Taken, list[tuple[int, ...]]]:
-    """Time a script's steps, and return its parameters' shapes too.
-
-    Raises:
-        ValueError: the script ended too early, or never made a distributed optimizer.
-    """
+    """Time a script's steps, and return its parameters' shapes too."""
     watch = Watch(ranks, rounds, interface)
     with _compressed(method, watch), _called(path, arguments):
         how = _run(path)

@@ -107,11 +107,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> list[CompareSettings]:
-    """The comparisons that the command line describes: one, or several of a TOML file.
-
-    Raises:
-        ConfigError, ValueError: a setting is not valid.
-    """
+    """The comparisons that the command line describes: one, or several of a TOML file."""
     given: dict[str, Any] = {
         **{name: getattr(args, name) for name in SETTINGS},
         "arguments": tuple(args.arguments),

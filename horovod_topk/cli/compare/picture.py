@@ -16,15 +16,9 @@ if TYPE_CHECKING:
 COLOURS = ("#444444", "#999999", "#d1495b", "#1f77b4", "#2e933c", "#bb8800", "#8d6a9f", "#17889b")
 
 
-def draw(path: Path, every: Sequence[Found], *, timed: bool = True) -> None:
-    """Write a picture with a thin line for each seed, and a colour for each compressor.
-
-    timed: whether one panel shows seconds; never for simulated ranks.
-
-    Raises:
-        ModuleNotFoundError: Matplotlib, of the extra, is not installed.
-    """
-    timed = timed and not any(found.settings.simulated for found in every)
+def draw(path: Path, every: Sequence[Found]) -> None:
+    """Write a picture with a thin line for each seed, and a colour for each compressor."""
+    timed = not any(found.settings.simulated for found in every)
     names = ("steps", "seconds", "bytes") if timed else ("steps", "bytes")
     size = (4.4 * len(names), 4 * len(every))
     with panels(path, len(every), len(names), size) as rows:

@@ -132,11 +132,7 @@ def _text(path: Path) -> str:
 
 
 def _read(text: str, where: str) -> dict[str, Any]:
-    """Parse a record from JSON, and check the types of its values.
-
-    Raises:
-        ValueError: it is none; names the place and the field.
-    """
+    """Parse a record from JSON, and check the types of its values."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -51,11 +51,7 @@ def found_in(
     records: Mapping[str, Runs],
     variant: tuple[tuple[str, Any], ...] = (),
 ) -> Found:
-    """Compute the figures and verdicts of one variant's runs.
-
-    Raises:
-        ValueError: the metric to compare is not known.
-    """
+    """Compute the figures and verdicts of one variant's runs."""
     every = [run for runs in records.values() for run in runs.values()]
     reported = sorted({name for run in every for point in run.points for name in point.metrics})
     metric = metric_of(settings.metric, reported)
@@ -131,7 +127,6 @@ def _target(
 
 
 def _common_time(runs: Sequence[Record], metric: Metric) -> float | None:
-    """The duration of the fastest run."""
     curves = [run.curve(metric.name) for run in runs if run.outcome(metric.name) == DONE]
     return min((curve[-1][1] for curve in curves if curve), default=None)
 

@@ -41,11 +41,7 @@ def command(settings: CompareSettings, cell: Cell) -> list[str]:
 
 
 def check_network() -> None:
-    """Check that links can be emulated.
-
-    Raises:
-        ValueError: they cannot be emulated here.
-    """
+    """Check that links can be emulated."""
     if not NETLAB.exists():
         raise ValueError(
             f"--network needs {NETLAB.name} of this project's repository, which an installed "
@@ -64,8 +60,7 @@ def run(
     """Run a script once.
 
     Args:
-        settings: the comparison.
-        cell: the run.
+        settings, cell: the comparison and the run.
         folder: folder for temporary files, which rank 0 can write to.
         go_on: called with each report while the script runs; once it returns False, it is stopped.
     """
@@ -101,7 +96,6 @@ def run(
 
 
 def _events(path: Path) -> list[Event]:
-    """Return the events that rank 0 has written so far, of whole lines."""
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -113,7 +107,6 @@ def _points(written: Sequence[Event], printed: Sequence[Event]) -> list[Point]:
 
 
 def _begun(written: Sequence[Event]) -> Event | None:
-    """Return the event of the first compressor, which begins a run."""
     return next((e for e in written if e["event"] == "compressor"), None)
 
 
@@ -153,10 +146,7 @@ def record_of(
 ) -> Record:
     """The record of a run that has ended.
 
-    Args:
-        settings, cell, ended: the run.
-        written: events that rank 0 has written, in order of time.
-        printed: reports that it has printed; used if it has written none.
+    written: events that rank 0 has written; printed: reports for want of written ones.
     """
     begun, reports = _begun(written), _reports(written, printed)
     problem = ended.problem(settings.limit_seconds)

@@ -141,11 +141,7 @@ def summary(found: Found) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock a folder, so that a second comparison cannot use it.
-
-    Raises:
-        ValueError: another comparison is running in it.
-    """
+    """Lock a folder, so that a second comparison cannot use it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:

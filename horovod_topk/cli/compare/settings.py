@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import itertools
 import reprlib
@@ -54,7 +55,6 @@ class CompareSettings:
         simulated: train on simulated ranks, for quality only.
         jobs: number of processes that train simulated ranks.
         title: title above the tables.
-        text: text below the title, on a page.
     """
 
     script: Path
@@ -77,7 +77,6 @@ class CompareSettings:
     simulated: bool = False
     jobs: int = 1
     title: str = ""
-    text: str = ""
 
     @property
     def rows(self) -> dict[str, str]:
@@ -119,7 +118,6 @@ class CompareSettings:
 
 
 def _words(key: str, value: object) -> list[str]:
-    """The command-line words of an argument."""
     option = key if key.startswith("-") else f"--{key}"
     if isinstance(value, bool):
         return [option] if value else []
@@ -127,15 +125,7 @@ def _words(key: str, value: object) -> list[str]:
 
 
 def metric_of(asked: str | None, reported: Sequence[str]) -> Metric:
-    """The metric to compare.
-
-    Args:
-        asked: "accuracy" or "score:higher"; None: the only one that was reported.
-        reported: names of all reported metrics.
-
-    Raises:
-        ValueError: the metric, or its direction, is not known.
-    """
+    """The metric to compare."""
     known = ", ".join(reported) or "none"
     if asked is None:
         if len(reported) != 1:
@@ -157,11 +147,7 @@ def metric_of(asked: str | None, reported: Sequence[str]) -> Metric:
 
 
 def named(texts: Sequence[str]) -> dict[str, str]:
-    """Parse compressors of the command line: "NAME=TopKEF(...)", or without a name.
-
-    Raises:
-        ConfigError, ValueError: a compressor is not valid, or a name is used twice.
-    """
+    """Parse compressors of the command line: "NAME=TopKEF(...)", or without a name."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, call = text.partition("=")
@@ -178,7 +164,9 @@ def of_file(path: Path) -> list[CompareSettings]:
     """Read a TOML file: its comparison, or one for each of its tables `[[cases]]`.
 
     A case has the keys of a comparison; missing keys are taken from the top of the file, and its
-    `options` are added to those there. Paths are relative to the file's folder.
+    `options` and `grid` are added to those there. Its `compressors` may be a list of names, or of
+    patterns as of file names, of those at the top. Without a title it has its options as one. Paths
+    are relative to the file's folder.
 
     Raises:
         ConfigError, ValueError: the file cannot be read, or a setting is missing or not valid.
@@ -190,13 +178,26 @@ def of_file(path: Path) -> list[CompareSettings]:
     cases = found.pop("cases", [{}])
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
         raise ValueError(f"{path}: cases = {reprlib.repr(cases)}: write tables [[cases]]")
-    options = found.pop("options", {})
-    for table in ({"options": options}, *cases):
-        _check_types({key: each for key, each in table.items() if key == "options"}, path)
-    return [
-        _of_table({**found, **case, "options": {**options, **case.get("options", {})}}, path)
-        for case in cases
-    ]
+    for table, keys in ((found, (*MERGED, "compressors")), *((case, MERGED) for case in cases)):
+        no_table = {key: table[key] for key in keys if type(table.get(key, {})) is not dict}
+        _check_types(no_table, path)
+    return [_of_table({**found, **_completed(case, found, path)}, path) for case in cases]
+
+
+def _completed(case: Mapping[str, Any], top: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """A case with what it shares with the top of its file."""
+    whole = {**case, **{key: {**top.get(key, {}), **case.get(key, {})} for key in MERGED}}
+    if case:
+        whole.setdefault("title", ", ".join(map(str, case.get("options", {}).values())))
+    if isinstance(asked := case.get("compressors"), list):
+        known = top.get("compressors", {})
+        found = {each: fnmatch.filter(known, str(each)) for each in asked}
+        if missing := [each for each, names in found.items() if not names]:
+            raise ValueError(
+                f"{path}: compressors = {missing}: the file has none of that name at its top"
+            )
+        whole["compressors"] = {name: known[name] for names in found.values() for name in names}
+    return whole
 
 
 def _of_table(found: Mapping[str, Any], path: Path) -> CompareSettings:
@@ -217,16 +218,13 @@ def _of_table(found: Mapping[str, Any], path: Path) -> CompareSettings:
 
 
 def _check_types(found: Mapping[str, Any], path: Path) -> None:
-    """Check the types of settings from a file.
-
-    Raises:
-        ValueError: one is wrong; names the setting and what it has to be.
-    """
+    """Check the types of settings from a file."""
     for name, value in found.items():
         if not fits(TYPES[name], value):
             raise ValueError(f"{path}: {name} = {reprlib.repr(value)}: give {WANTED[TYPES[name]]}")
 
 
+MERGED = ("options", "grid")  # tables of a case that those at the top of its file complete
 Scalar = str | bool | float
 Scalars = tuple[Scalar, ...]
 Seeds = Annotated[object, lambda value: fits(int | tuple[int, ...], value) or type(value) is int]
@@ -244,7 +242,7 @@ WANTED: Mapping[Any, str] = {
 }
 TYPES: Mapping[str, Any] = {  # of settings in a file
     **dict.fromkeys(("script", "seed_argument", "hosts", "network", "controller"), str),
-    **dict.fromkeys(("metric", "version", "title", "text"), str),
+    **dict.fromkeys(("metric", "version", "title"), str),
     **dict.fromkeys(("ranks", "jobs"), int),
     **dict.fromkeys(("limit_seconds", "target", "budget"), float),
     **dict.fromkeys(("compressors", "baselines"), Mapping[str, Any]),
@@ -257,11 +255,7 @@ TYPES: Mapping[str, Any] = {  # of settings in a file
 
 
 def seeds_of(given: int | Sequence[int]) -> tuple[int, ...]:
-    """Seeds from their number, or the seeds themselves.
-
-    Raises:
-        ValueError: there are too many.
-    """
+    """Seeds from their number, or the seeds themselves."""
     if isinstance(given, int):
         _check_whole("--seeds", given, -MOST_SEEDS, MOST_SEEDS)
     return tuple(range(given)) if isinstance(given, int) else tuple(given)
@@ -282,11 +276,7 @@ def _compressors(table: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def checked(settings: CompareSettings) -> CompareSettings:
-    """The settings with an absolute script path, if they can be run.
-
-    Raises:
-        ValueError: they cannot be run.
-    """
+    """The settings with an absolute script path, if they can be run."""
     if not settings.script.is_file():
         raise ValueError(f"{settings.script}: no such script")
     if not settings.compressors and not (settings.baselines and settings.grid):
@@ -317,11 +307,7 @@ def checked(settings: CompareSettings) -> CompareSettings:
 
 
 def _check_numbers(settings: CompareSettings) -> None:
-    """Check that numbers lie within their limits, for the command line and for files.
-
-    Raises:
-        ValueError: one does not; names the option, the value and the limit.
-    """
+    """Check that numbers lie within their limits, for the command line and for files."""
     _check_whole("--ranks", settings.ranks, 1 if settings.simulated else 2, MOST_RANKS)
     _check_whole("--jobs", settings.jobs, 1, MOST_JOBS)
     _check_positive("--limit", settings.limit_seconds)

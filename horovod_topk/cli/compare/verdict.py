@@ -58,9 +58,7 @@ def judge(
     """The verdict on a compressor.
 
     Args:
-        runs: the compressor's runs.
         baselines: runs of the dense baselines, float32 first.
-        metric: the metric.
         budget: seconds at which quality is compared; None: the end of the faster run of each pair.
         timed: whether times are meaningful; if not, the verdict is on quality at equal steps.
     """

@@ -46,11 +46,7 @@ def imported(module: str) -> Any:
 def version(*distributions: str, module: str = "") -> str | None:
     """The version of the first of these distributions that is installed; imports nothing.
 
-    Names may be written with hyphens or underscores.
-
-    Args:
-        distributions: names to try, in order.
-        module: if none is installed, use the distribution that this module belongs to.
+    module: if none is installed, use the distribution that this module belongs to.
     """
     for name in distributions:
         try:

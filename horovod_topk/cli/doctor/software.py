@@ -121,10 +121,7 @@ def data_parallel(backends: Sequence[str] | None) -> Finding:
 
 
 def fsdp2(backends: Sequence[str] | None) -> Finding:
-    """Report whether FSDP2 shards a model here, over a mesh of this process alone, with Gloo.
-
-    backends: as for `data_parallel`.
-    """
+    """Report whether FSDP2 shards a model here, over a mesh of this process alone, with Gloo."""
     if "gloo" not in (backends or ()):
         return Finding("FSDP2", "not available")
     fully_shard = getattr(imported("torch.distributed.fsdp"), "fully_shard", None)
@@ -145,10 +142,7 @@ def fsdp2(backends: Sequence[str] | None) -> Finding:
 
 
 def keras(found: str | None, legacy_found: str | None, *, legacy: bool) -> Finding:
-    """Report Keras's version. Under Horovod's own optimizer Keras 3 exchanges no gradients.
-
-    legacy: whether TF_USE_LEGACY_KERAS selects tf-keras.
-    """
+    """Report Keras's version. Under Horovod's own optimizer Keras 3 exchanges no gradients."""
     if legacy:
         if legacy_found is None:
             cure = "pip install tf-keras, of TensorFlow's own version"

@@ -67,10 +67,7 @@ def mpirun(
 
 
 def without_launcher(prefix: Path | None, environment: Mapping[str, str]) -> Finding:
-    """Report whether a script runs that `python` starts, without horovodrun.
-
-    prefix: folder of Open MPI's wheel; None: Open MPI is not from the wheel.
-    """
+    """Report whether a script runs that `python` starts, without horovodrun."""
     name = "without horovodrun"
     if launcher.aborts(prefix, environment):
         cure = launcher.cure("python train.py", prefix)
@@ -87,7 +84,6 @@ def ssh(path: str | None) -> Finding:
 
 
 def _resolved(name: str) -> str | None:
-    """The address of a host name; None if it has none."""
     try:
         return socket.gethostbyname(name)
     except OSError:

@@ -74,11 +74,7 @@ def _keep(machine: Machine, path: Path) -> None:
 
 
 def _others(asked: arguments.Asked) -> list[Strategy]:
-    """Strategies of further compressors, whose kernels are timed here.
-
-    Raises:
-        ValueError: there is no framework to time them with.
-    """
+    """Strategies of further compressors, whose kernels are timed here."""
     framework = find() if asked.others else None
     if asked.others and framework is None:
         raise ValueError(NO_FRAMEWORK.format("--compressor"))

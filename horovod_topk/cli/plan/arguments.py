@@ -207,11 +207,7 @@ class Asked:
 
 
 def check(args: argparse.Namespace) -> Asked:
-    """Check the options, and return them.
-
-    Raises:
-        ValueError, TopKError: an option's value is not valid; names the limit.
-    """
+    """Check the options, and return them."""
     if args.crowd is not None and args.cores is None:
         raise ValueError(f"--crowd {args.crowd}: give --cores too, the cores that they share")
     if args.momentum and optimizer_of(args.optimizer or PLAIN):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from horovod_topk.cli.timing import clocked, repeated
 from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.exchange.selection import make_exchange
-from horovod_topk.core.plan.buckets import BUCKET_ELEMENTS, TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import BUCKET_ELEMENTS, BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.cost.machine import Kernels
@@ -44,12 +44,7 @@ def measure(framework: Framework, config: TopK) -> Kernels:
         encode()
     encoded = seconds(encode)
 
-    def decode(payloads: int) -> float:
-        gathered = _repeated(framework, payload, bucket.layout.payload_bytes, payloads)
-        target = framework.gradient(numel)
-        return seconds(lambda: codec.decode(bucket, gathered, 1 / payloads, [target]))
-
-    few, many = decode(FEW), decode(MANY)
+    few, many = _decoding(framework, codec, bucket, payload, REPEATS)
     entry = max(0.0, (many - few) / (MANY - FEW) / entries)
     rows, columns, rank = MATRIX
     multiplied = seconds(framework.multiply(*MATRIX)) / (rows * columns * rank)
@@ -86,20 +81,20 @@ def multiples(framework: Framework, config: Method) -> Multiples:
     payload, gradients = codec.new_payload(bucket), [framework.gradient(bucket.numel)]
     codec.measures.set(bucket, [0.0] * len(config.needed_measures))
     encoded = seconds(lambda: codec.encode(arenas, gradients, payload), FEW_REPEATS)
-    target, taken = framework.gradient(bucket.numel), []
+    few, many = _decoding(framework, codec, bucket, payload, FEW_REPEATS)
+    return Multiples(encoded / triad, max(0.0, many - few) / (MANY - FEW) / triad)
+
+
+def _decoding(
+    framework: Framework, codec: PayloadCodec[Any], bucket: BucketPlan, payload: Any, repeats: int
+) -> Iterator[float]:
+    """Yield the seconds of decoding `FEW` and `MANY` payloads."""
+    ops, size, target = framework.ops, bucket.layout.payload_bytes, framework.gradient(bucket.numel)
     for count in (FEW, MANY):
-        gathered = _repeated(framework, payload, bucket.layout.payload_bytes, count)
-        decode = partial(codec.decode, bucket, gathered, 1 / count, [target])
-        taken.append(seconds(decode, FEW_REPEATS))
-    return Multiples(encoded / triad, max(0.0, taken[1] - taken[0]) / (MANY - FEW) / triad)
-
-
-def _repeated(framework: Framework, payload: Any, size: int, count: int) -> Any:
-    gathered = framework.ops.zeros(count * size, "uint8", "cpu")
-    for position in range(count):
-        at = position * size
-        framework.ops.assign(framework.ops.view(gathered, at, at + size), payload)
-    return gathered
+        gathered = ops.zeros(count * size, "uint8", "cpu")
+        for at in range(0, count * size, size):
+            ops.assign(ops.view(gathered, at, at + size), payload)
+        yield seconds(partial(codec.decode, bucket, gathered, 1 / count, [target]), repeats)
 
 
 def seconds(action: Callable[[], object], repeats: int = REPEATS) -> float:

@@ -35,11 +35,7 @@ UNKNOWN = Network(bandwidth=1.0, latency=0.0, overhead=0.0)  # until it is measu
 
 
 def measure(asked: Asked) -> Place | None:
-    """Measure on all ranks; return the result on rank 0 and None on other ranks.
-
-    Raises:
-        ValueError: no launcher, no framework with Horovod, or no second rank.
-    """
+    """Measure on all ranks; return the result on rank 0 and None on other ranks."""
     rank, framework = launched_rank(), find()
     if rank is None:
         raise ValueError(

@@ -23,11 +23,7 @@ SHOWN = ("float32", "int8", "int4")  # drawn formats of TopKEF; more would be un
 
 
 def draw(path: Path, asked: Asked, machine: Machine, strategies: Sequence[Strategy]) -> None:
-    """Draw step time against bandwidth; the file's suffix selects the format.
-
-    Raises:
-        ValueError: matplotlib cannot write the file.
-    """
+    """Draw step time against bandwidth; the file's suffix selects the format."""
     try:
         with canvas(path, width=8) as axes:
             _fill(axes, asked, machine, strategies)

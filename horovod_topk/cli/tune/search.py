@@ -112,14 +112,9 @@ class Search:
     """A search, and what it has found so far.
 
     Args:
-        costs: costs of all settings.
-        dense: cost of dense.
-        budget: what a setting may cost.
-        runs: makes runs.
-        metric: what quality is.
+        costs, dense: of all settings, and of dense.
         seeds: the first one is searched with.
         most_steps: of all runs.
-        sampler_seed: of Optuna.
         say: called with the setting, the run and the quality lost, after each run.
     """
 
@@ -331,7 +326,6 @@ def _params(setting: Setting) -> dict[str, Any]:
 
 
 def _suggested(trial: Any, known: Mapping[Setting, Cost]) -> Setting:
-    """Return the setting that Optuna proposes next."""
     method = trial.suggest_categorical("method", list(dict.fromkeys(s.method for s in known)))
     values = []
     for axis, options in AXES[method].items():

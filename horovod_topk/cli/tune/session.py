@@ -54,11 +54,7 @@ def main(settings: CompareSettings, args: argparse.Namespace) -> int:
 
 
 def prepared(settings: CompareSettings, args: argparse.Namespace, store: Store) -> Search:
-    """Train the first seed without compression, and make the search.
-
-    Raises:
-        ValueError: that run failed, or no setting is within the budget.
-    """
+    """Train the first seed without compression, and make the search."""
     specs, fit, train = _simulated(settings) if settings.simulated else _real(args, store)
     runs = Runs(settings, store, train)
     dense = runs(DENSE, settings.seeds[0])

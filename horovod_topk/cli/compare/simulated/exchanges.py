@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,29 +33,10 @@ from horovod_topk.updates.tracker import Rule, Tracker
 Gradients = list[Tensor]  # gradients of one rank, in the order of the model's parameters
 
 
-class Exchange(Protocol):
-    """The exchange of all ranks' gradients: `Dense` or `Compressed`."""
-
-    def mean(self, gradients: list[Gradients]) -> Gradients:
-        """The gradients that every rank applies, from each rank's, which are overwritten."""
-        ...
-
-    def traffic(self) -> Traffic:
-        """Bytes that a rank sends in a step."""
-        ...
-
-    def report(self, losses: Sequence[float]) -> None:
-        """Tell each rank's guard its loss, if it has one."""
-        ...
-
-
 class Dense:
     """Horovod's own allreduce: the mean of the ranks' gradients, added in rank order.
 
-    Args:
-        model: the model.
-        ranks: number of ranks.
-        dtype: dtype in which gradients are sent and added; None: their own.
+    dtype: dtype in which gradients are sent and added; None: their own.
     """
 
     def __init__(self, model: nn.Module, ranks: int, dtype: torch.dtype | None = None) -> None:
@@ -69,7 +50,7 @@ class Dense:
         self._ranks, self._dtype = ranks, dtype
 
     def mean(self, gradients: list[Gradients]) -> Gradients:
-        """`Exchange.mean`."""
+        """The gradients that every rank applies, from each rank's, which are overwritten."""
         full = [each.dtype for each in gradients[0]]
         if self._dtype is not None:
             gradients = [[each.to(self._dtype) for each in of_rank] for of_rank in gradients]
@@ -80,18 +61,13 @@ class Dense:
         return [each.to(dtype) for each, dtype in zip(first, full, strict=True)]
 
     def traffic(self) -> Traffic:
-        """`Exchange.traffic`."""
+        """Bytes that a rank sends in a step."""
         sent = ring_allreduce_bytes(self._bytes, self._ranks)
         dense = ring_allreduce_bytes(self._full, self._ranks)
         return Traffic(self._values, self._bytes, sent, dense, between_bytes=None, node_bytes=None)
 
     def report(self, losses: Sequence[float]) -> None:
-        """`Exchange.report`: nobody watches."""
-
-
-def plain(model: nn.Module, ranks: int, name: str) -> Dense:
-    """Make the exchange of Horovod's own compression, "none" or "fp16"."""
-    return Dense(model, ranks, torch.float16 if name == "fp16" else None)
+        """Tell each rank's guard its loss: there is none."""
 
 
 def compressed(
@@ -154,7 +130,7 @@ class Compressed:
             )
 
     def mean(self, gradients: list[Gradients]) -> Gradients:
-        """`Exchange.mean`: exchange and commit as Horovod's optimizer with a compressor does."""
+        """`Dense.mean`: exchange and commit as Horovod's optimizer with a compressor does."""
         pairs = list(zip(self.compressors, map(self.in_buckets, gradients), strict=True))
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
@@ -168,11 +144,11 @@ class Compressed:
         return gradients[0]
 
     def traffic(self) -> Traffic:
-        """`Exchange.traffic`."""
+        """`Dense.traffic`."""
         return self.compressors[0].traffic()
 
     def report(self, losses: Sequence[float]) -> None:
-        """`Exchange.report`."""
+        """Tell each rank's guard its loss."""
         for compressor, loss in zip(self.compressors, losses, strict=True):
             compressor.guard.report(loss)
 
@@ -201,13 +177,7 @@ class Part:
 
 
 class Several:
-    """An exchange for each optimizer of a model.
-
-    Args:
-        model: the model.
-        parts: its parameters, by optimizer.
-        exchanges: of these parts.
-    """
+    """An exchange for each optimizer of a model."""
 
     def __init__(self, model: nn.Module, parts: list[Part], exchanges: list[Compressed]) -> None:
         at = {id(p): i for i, p in enumerate(model.parameters())}
@@ -215,7 +185,7 @@ class Several:
         self._exchanges = exchanges
 
     def mean(self, gradients: list[Gradients]) -> Gradients:
-        """`Exchange.mean`."""
+        """`Dense.mean`."""
         for places, each in zip(self._places, self._exchanges, strict=True):
             own = each.mean([[of_rank[i] for i in places] for of_rank in gradients])
             for i, gradient in zip(places, own, strict=True):
@@ -223,15 +193,18 @@ class Several:
         return gradients[0]
 
     def traffic(self) -> Traffic:
-        """`Exchange.traffic`: the sum."""
+        """`Dense.traffic`: the sum."""
         every = [astuple(each.traffic()) for each in self._exchanges]
         sums: Any = (None if None in of else sum(of) for of in zip(*every, strict=True))
         return Traffic(*sums)
 
     def report(self, losses: Sequence[float]) -> None:
-        """`Exchange.report`."""
+        """Tell each rank's guard its loss."""
         for each in self._exchanges:
             each.report(losses)
+
+
+Exchange = Dense | Compressed | Several  # of all ranks' gradients
 
 
 def pairs_of(ranks: int) -> list[Location]:

@@ -141,6 +141,5 @@ class LocalJob:
             each.result()
 
     def _count(self, counters: StepCounters) -> None:
-        """Count the bytes of an exchange."""
         sent, of_node = counters.sent_bytes, counters.node_bytes
         self.traffic.update(sent=sent if of_node is None else of_node)

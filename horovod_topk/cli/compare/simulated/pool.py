@@ -19,10 +19,7 @@ from horovod_topk.cli.compare.simulated.training import Task, train
 
 
 def results(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[Record]:
-    """Yield the record of each task, in the order in which they end.
-
-    tasks: the arguments of each `Task`.
-    """
+    """Yield the record of each task, in the order in which they end."""
     folders = sys.path[:]
     context = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
     with ProcessPoolExecutor(jobs, context, _prepare, (folders,)) as pool:

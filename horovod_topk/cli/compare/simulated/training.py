@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from horovod_topk.cli.compare.records import DONE, LATE, STOPPED, Cell, Point, Record
 from horovod_topk.cli.compare.simulated.exchanges import (
+    Dense,
     Exchange,
     Part,
     Several,
     compressed,
     counted_bytes,
-    plain,
 )
 from horovod_topk.cli.compare.simulated.local import LocalJob
 from horovod_topk.cli.compare.simulated.workload import Workload, load, scored
@@ -83,7 +83,6 @@ class Job:
         return scored(self.workload, self.model)
 
     def _gradients(self, batch: Any) -> tuple[float, list[Tensor]]:
-        """One rank's loss, and its gradients."""
         loss = self.workload.loss(self.model, batch)
         return loss.item(), list(torch.autograd.grad(loss, self._parameters))
 
@@ -96,7 +95,7 @@ def exchange(
 ) -> Exchange:
     """Make the exchange of a model's gradients; it may adapt the optimizers' steps."""
     if compressor.is_horovods:
-        return plain(model, ranks, compressor.name)
+        return Dense(model, ranks, torch.float16 if compressor.name == "fp16" else None)
     if len(optimizers) == 1:
         return compressed(model, optimizers[0], ranks, compressor)
     parts = [Part(model, each) for each in optimizers]

@@ -61,11 +61,7 @@ def scored(workload: Workload, model: nn.Module) -> dict[str, float | None]:
 
 
 def load(script: Path) -> Callable[..., Workload]:
-    """Return the function `workload` of a script.
-
-    Raises:
-        ValueError: the script has none.
-    """
+    """Return the function `workload` of a script."""
     known = sys.modules.get(_name(script))
     if known is None:
         spec = importlib.util.spec_from_file_location(_name(script), script)
