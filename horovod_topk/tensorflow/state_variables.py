@@ -192,13 +192,14 @@ class VariableState(Tensors, State[Array]):
             self.parts.setdefault(METHOD_STATE + name, NamedState(self.ops)).spec = spec
         if self.config.momentum:
             check_dtypes(plan)
+        shared = {n for n, each in variables.items() if self._stores.residuals.has(each)}
         for bucket in plan.buckets:
             self._lay_out(bucket, variables)
         specs = {t.spec.name: t.spec for t in plan.tensors()}
         self._specs |= {name: specs[name] for name in variables}
         for part in self.parts.values():
             part.pieces = {n: part.pieces[n] for n in self._names if n in part.pieces}
-        self.meet([name for name in variables if name in self.later])
+        self.meet([name for name in variables if name in self.later], shared)
 
     def step(
         self,

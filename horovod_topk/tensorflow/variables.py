@@ -110,6 +110,10 @@ class StateVariables:
         """Delete the stretches of a variable that was deleted."""
         self._of.pop(key, None)
 
+    def has(self, variable: Any) -> bool:
+        """Whether there are stretches for a model variable."""
+        return id(unwrap(variable)) in self._of
+
     def of(
         self,
         variables: Sequence[Any],

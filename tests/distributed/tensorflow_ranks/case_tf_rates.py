@@ -104,6 +104,23 @@ def test_lists_of_the_same_variables_share_their_rates() -> None:
 
 
 @pytest.mark.slow
+def test_lists_of_the_same_variables_load_what_they_share_once() -> None:
+    """By the first of them: when the other one begins, it has moved."""
+    runs = [Run(tf_keras, TopKEF(**SPARSE, follow_lr=True), in_turns=True) for _ in range(2)]
+    for step in range(2):
+        runs[0].take(step)
+    runs[1].compression.deserialize(runs[0].compression.serialize())
+    runs[1].optimizer.iterations.assign(2)
+    for mine, saved in zip(runs[1].variables, runs[0].variables, strict=True):
+        mine.assign(saved)
+    for step in range(2, 5):
+        for run in runs:
+            run.take(step)
+    one, other = ([v.numpy() for v in run.variables] for run in runs)
+    assert all(map(np.array_equal, one, other))
+
+
+@pytest.mark.slow
 @pytest.mark.one_in(9)
 @BOTH
 def test_within_a_loss_scale(library: Any) -> None:
