@@ -112,13 +112,14 @@ class Run(Job):
         self.losses: list[float] = []
         if isinstance(self.exchange, Compressed):
             self.exchange.compressors[0].on_step(self._note)
-        step, parameters = self._optimizer.step, list(self.model.parameters())
+        (optimizer,) = self._optimizers
+        step, parameters = optimizer.step, list(self.model.parameters())
 
         def step_if_finite() -> None:
             if all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
                 step()
 
-        self._optimizer.step = step_if_finite  # type: ignore[method-assign,assignment]
+        optimizer.step = step_if_finite  # type: ignore[method-assign,assignment]
 
     def _gradients(self, batch: Any) -> tuple[float, list[Tensor]]:
         loss, gradients = super()._gradients(batch)

@@ -84,7 +84,7 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
         self._states = weakref.WeakKeyDictionary()
         self._manager: Manager | None = None
         self._adapted: list[weakref.ref[Adapted]] = []  # kept by their optimizers
-        self._calls: list[Callable[[OptimizerState], None]] = []  # before there was a state
+        self._calls: list[Callable[[OptimizerState], None]] = []  # before the first state, for all
         self._waiting: list[Mapping[str, Any]] = []  # state dicts loaded before there was a state
 
     @on_class_too
@@ -180,7 +180,7 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` at the end of every step, as `OptimizerState.on_step`.
 
-        It may be given before the first step.
+        It may be given before the first step, for all optimizers that use this instance.
         """
         if horovods() or self._found_states():
             super().on_step(callback)
@@ -190,7 +190,7 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
     def set_ratio(self, ratio: float | None) -> None:
         """Send another share of elements from the next step on, as `OptimizerState.set_ratio`.
 
-        It may be called before the first step.
+        It may be called before the first step, for all optimizers that use this instance.
         """
         if horovods() or self._found_states():
             super().set_ratio(ratio)
@@ -230,7 +230,6 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
             state.keep_with(self._manager)
         for call in self._calls:
             call(state)
-        self._calls.clear()
         if self._waiting:
             state.load_state_dict(self._waiting.pop(0))
 

@@ -1,6 +1,6 @@
 """Learning-rate rescaling in graphs; `core.state.learning_rates` has the mathematics.
 
-Each residual has two rates, a row of one variable: the rate in whose units the residual is, and the
+Each residual has two rates, a row of a variable: the rate in whose units the residual is, and the
 largest so far; 0 while there is none. A step that commits assigns them, like the residual; a step
 that is skipped leaves them unchanged.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.state.learning_rates import LARGEST, RATES, next_units
-from horovod_topk.tensorflow.variables import apart
+from horovod_topk.tensorflow.variables import Row
 
 
 def rate_of(optimizer: Any) -> Any:
@@ -40,17 +40,18 @@ class VariableRates:
 
     Args:
         fall: returns `fall_of` a tensor, by its name.
-        names: names of all tensors.
+        rows: the row of each tensor's two rates, by name.
     """
 
-    def __init__(self, fall: Callable[[str], float], names: Sequence[str]) -> None:
-        self._rows = {name: row for row, name in enumerate(names)}
-        self._fall, self._pairs = fall, apart(_zeros, len(names))
+    def __init__(self, fall: Callable[[str], float], rows: Mapping[str, Row]) -> None:
+        self._fall, self._rows = fall, rows
 
     def saved(self) -> dict[str, dict[str, float]]:
         """`RateUnits.saved`."""
-        pairs = dict(zip(self._rows, self._pairs.numpy().tolist(), strict=True))
-        known = {name: pair for name, pair in pairs.items() if pair[0] > 0}
+        pairs = dict[str, list[float]]()
+        for variable, rows in _by_variable(self._rows):
+            pairs |= zip(rows, tf.gather(variable, [*rows.values()]).numpy().tolist(), strict=True)
+        known = {name: pairs[name] for name in self._rows if pairs[name][0] > 0}
         return {
             key: {name: pair[i] for name, pair in known.items()}
             for i, key in enumerate((RATES, LARGEST))
@@ -59,28 +60,34 @@ class VariableRates:
     def load(self, saved: Mapping[str, Mapping[str, float]]) -> None:
         """`RateUnits.load`."""
         units, largest = saved.get(RATES, {}), saved.get(LARGEST, {})
-        found = [units.get(name, 0.0) for name in self._rows]
-        each = zip(self._rows, found, strict=True)
-        self._pairs.assign([[unit, largest.get(name, unit)] for name, unit in each])
+        for variable, rows in _by_variable(self._rows):
+            found = [units.get(name, 0.0) for name in rows]
+            pairs = [[unit, largest.get(n, unit)] for n, unit in zip(rows, found, strict=True)]
+            _write(variable, rows, tf.constant(pairs, tf.float64))
 
     def at(self, names: Sequence[str], rate: Any) -> StepRates:
         """Return the `StepRates` of a step with these tensors and this rate, [] float64."""
-        rows = {name: self._rows[name] for name in names}
-        return StepRates(self._pairs, rows, list(map(self._fall, names)), rate)
+        return StepRates({name: self._rows[name] for name in names}, self._fall, rate)
 
 
-def _zeros(count: int) -> Any:
-    with tf.device("cpu"):
-        return tf.Variable(tf.zeros([count, 2], tf.float64), trainable=False)
+def _by_variable(rows: Mapping[str, Row]) -> list[tuple[Any, dict[str, int]]]:
+    """Variables, and the row of each name in them."""
+    found: dict[int, tuple[Any, dict[str, int]]] = {}
+    for name, (variable, row) in rows.items():
+        found.setdefault(id(variable), (variable, {}))[1][name] = row
+    return [*found.values()]
+
+
+def _write(variable: Any, rows: Mapping[str, int], pairs: Any) -> None:
+    variable.scatter_nd_update([[row] for row in rows.values()], pairs)
 
 
 class StepRates:
     """Learning rates of one step in a graph, computed for all tensors at once.
 
     Args:
-        pairs: the variable of all pairs of rates.
-        rows: the row of each tensor, by name.
-        falls: `fall_of` each tensor.
+        rows: the row of each tensor's rates, by name.
+        fall: returns `fall_of` a tensor, by its name.
         rate: the learning rate of the step, [] float64.
 
     Attributes:
@@ -88,14 +95,14 @@ class StepRates:
         largest_decay: the largest of `decays`, [] float64.
     """
 
-    def __init__(
-        self, pairs: Any, rows: Mapping[str, int], falls: Sequence[float], rate: Any
-    ) -> None:
-        self._variable, self._places = pairs, {name: i for i, name in enumerate(rows)}
-        self.rate, self._rows = rate, [*rows.values()]
-        before, largest = tf.unstack(tf.gather(pairs, self._rows), axis=1)
-        fall = tf.constant(falls, tf.float64)
-        *now, is_known = next_units(rate, before, largest, fall, tf.maximum)
+    def __init__(self, rows: Mapping[str, Row], fall: Callable[[str], float], rate: Any) -> None:
+        self._variables, self.rate = _by_variable(rows), rate
+        names = [name for _, own in self._variables for name in own]
+        self._places = {name: i for i, name in enumerate(names)}
+        pairs = [tf.gather(variable, [*own.values()]) for variable, own in self._variables]
+        before, largest = tf.unstack(tf.concat(pairs, 0), axis=1)
+        falls = tf.constant([*map(fall, names)], tf.float64)
+        *now, is_known = next_units(rate, before, largest, falls, tf.maximum)
         unit, largest = (
             tf.where(is_known, *each) for each in zip(now, (before, largest), strict=True)
         )
@@ -123,7 +130,9 @@ class StepRates:
 
     def take_on(self) -> None:
         """Note in a graph that residuals are in the units of the learning rate now."""
-        self._variable.scatter_nd_update([[row] for row in self._rows], self._pairs)
+        parts = tf.split(self._pairs, [len(rows) for _, rows in self._variables])
+        for (variable, rows), pairs in zip(self._variables, parts, strict=True):
+            _write(variable, rows, pairs)
 
     def _of(self, names: Sequence[str], numbers: Any) -> Any:
         places = [self._places[name] for name in names]

@@ -84,7 +84,8 @@ class OptimizerState(Attached[VariableState]):
         self.created = next(CREATED)
         check_elastic(config, in_graphs=True)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
-        shared = settings.reduction, names, stores, collective
+        by_name = dict(zip(names, variables, strict=True))
+        shared = settings.reduction, by_name, stores, collective
         self._state = VariableState(config, *shared, settings.update_rule)
         self._plans: dict[Specs, CachedPlan] = {}  # one for each set of gradients
 

@@ -116,7 +116,7 @@ class VariableState(Tensors, State[Array]):
     Args:
         config: the method's settings.
         reduction: "average" or "sum" over ranks.
-        names: names of all variables.
+        variables: all of the model's, by name.
         stores: state variables by model variable.
         collective: collectives of the ranks that exchange.
         update_rule: the rule of the optimizer's update, if it depends on exchanges.
@@ -128,7 +128,7 @@ class VariableState(Tensors, State[Array]):
         self,
         config: Method,
         reduction: str,
-        names: Sequence[str],
+        variables: Mapping[str, Any],
         stores: Stores,
         collective: Collective[Array],
         update_rule: UpdateRule | None = None,
@@ -147,8 +147,11 @@ class VariableState(Tensors, State[Array]):
         self.schedule_in_graphs = TracedSchedule(config)
         self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
         super().__init__(config, reduction, self.ops, self.schedule_in_graphs, update_rule)
-        self._names, self.later = names, set(names)
-        self.rates = VariableRates(self._fall, names) if config.follow_lr else None
+        names = self._names = [*variables]
+        self.later = set(names)
+        if config.follow_lr:
+            rows = stores.rates.of([*variables.values()])
+            self.rates = VariableRates(self._fall, dict(zip(variables, rows, strict=True)))
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
         # SGD's cut, one for each of `names`, and what the update does to codes.
@@ -189,13 +192,14 @@ class VariableState(Tensors, State[Array]):
             self.parts.setdefault(METHOD_STATE + name, NamedState(self.ops)).spec = spec
         if self.config.momentum:
             check_dtypes(plan)
+        shared = {n for n, each in variables.items() if self._stores.residuals.has(each)}
         for bucket in plan.buckets:
             self._lay_out(bucket, variables)
         specs = {t.spec.name: t.spec for t in plan.tensors()}
         self._specs |= {name: specs[name] for name in variables}
         for part in self.parts.values():
             part.pieces = {n: part.pieces[n] for n in self._names if n in part.pieces}
-        self.meet([name for name in variables if name in self.later])
+        self.meet([name for name in variables if name in self.later], shared)
 
     def step(
         self,

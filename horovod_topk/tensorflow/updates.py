@@ -15,11 +15,12 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.run.optimizers import kind_of, warn_of_unknown
+from horovod_topk.errors import ConfigError
 from horovod_topk.tensorflow.adafactor import Floored
 from horovod_topk.tensorflow.gradients import is_sparse
 from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.own_steps import OwnStep
-from horovod_topk.tensorflow.planning import unwrap
+from horovod_topk.tensorflow.planning import names_of, unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.updates import tracker
 from horovod_topk.updates.formulas import UNKNOWN, Family
@@ -129,6 +130,25 @@ class _Adapted:
     """Mixin for a Keras 3 optimizer whose updates depend on how often elements arrive."""
 
     _topkef_updates: Updates
+
+    def _check_variables_are_known(self, variables: Any) -> None:
+        """As the base class, with the cure: a tape may have built it for the first ones it saw.
+
+        Raises:
+            ConfigError: the optimizer was built for other variables.
+        """
+        base: Any = super()
+        for variable in variables:
+            try:
+                base._check_variables_are_known([variable])
+            except ValueError as error:
+                raise ConfigError(
+                    f"{kind_of(self)} was built without this variable: before, or for the first "
+                    "gradients that a tape exchanged in a tf.function",
+                    tensor=names_of([variable])[0],
+                    cure="Call optimizer.build(variables), with all that it updates, before the "
+                    "first step",
+                ) from error
 
     def _backend_update_step(
         self, grads: Any, trainable_variables: Any, learning_rate: Any

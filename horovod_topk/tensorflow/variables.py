@@ -16,6 +16,8 @@ from horovod_topk.errors import ShapeChangedError
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.tensorflow.planning import unwrap
 
+Row = tuple[Any, int]  # a tf.Variable, and the number of its row
+
 
 class Forgets(Protocol):
     """An object that keeps data for variables until it is told to forget them."""
@@ -108,6 +110,10 @@ class StateVariables:
         """Delete the stretches of a variable that was deleted."""
         self._of.pop(key, None)
 
+    def has(self, variable: Any) -> bool:
+        """Whether there are stretches for a model variable."""
+        return id(unwrap(variable)) in self._of
+
     def of(
         self,
         variables: Sequence[Any],
@@ -161,11 +167,35 @@ class StateVariables:
                 )
 
 
+class RateVariables:
+    """A row of two learning rates for each model variable, as long as both exist; zeros at first.
+
+    Lists of variables that have a variable in common share its row, like its residual.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Row, object]] = {}
+
+    def forget(self, key: int) -> None:
+        """Delete the row of a variable that was deleted."""
+        self._of.pop(key, None)
+
+    def of(self, variables: Sequence[Any]) -> list[Row]:
+        """The rows of some model variables; rows that are made together share a variable."""
+        inner = list(map(unwrap, variables))
+        new = {id(variable): variable for variable in inner if id(variable) not in self._of}
+        made = apart(_pairs, len(new)) if new else None
+        for at, (key, variable) in enumerate(new.items()):
+            self._of[key] = (made, at), watched(variable, self, key)
+        return [self._of[id(variable)][0] for variable in inner]
+
+
 @dataclass(frozen=True)
 class Stores:
     """All state variables of one optimizer, or of all tapes of equal settings."""
 
     residuals: StateVariables = field(default_factory=StateVariables)
+    rates: RateVariables = field(default_factory=RateVariables)  # residuals are in units of them
     owned: StateVariables = field(default_factory=StateVariables)  # owner's residuals
     velocities: StateVariables = field(default_factory=StateVariables)
     methods: dict[str, StateVariables] = field(  # the method's state, by name
@@ -177,6 +207,11 @@ def _zeros(plan: BucketPlan, device: str) -> Any:
     with tf.device(device):
         zeros = tf.zeros([plan.numel], plan.residual_dtype)
         return tf.Variable(zeros, trainable=False, name="topkef_residual")
+
+
+def _pairs(count: int) -> Any:
+    with tf.device("cpu"):
+        return tf.Variable(tf.zeros([count, 2], tf.float64), trainable=False)
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -75,9 +75,11 @@ def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: fl
     from horovod_topk.methods.topk import TopK
     from horovod_topk.tensorflow.learning_rates import VariableRates
     from horovod_topk.tensorflow.state_variables import VariableArenas
-    from horovod_topk.tensorflow.variables import VariablePiece
+    from horovod_topk.tensorflow.variables import RateVariables, VariablePiece
 
-    rates, kept = VariableRates(lambda _: 0.95, ["other", "w"]), tf.Variable([3.0, -3.0])
+    other, kept, stored = tf.Variable(0.0), tf.Variable([3.0, -3.0]), RateVariables()
+    rows = dict(zip(["other", "w"], stored.of([other, kept]), strict=True))
+    rates = VariableRates(lambda _: 0.95, rows)
     rates.load({"rates": {"w": unit}, "largest_rates": {"w": 2 * unit}})
     (bucket,) = make_plan([TensorSpec("w", (2,), "float32")], TopK()).buckets
     now = rates.at(["w"], tf.constant(rate, tf.float64))

@@ -313,7 +313,8 @@ def _check(specs: Sequence[TensorSpec]) -> None:
                 f"dtype {spec.dtype} cannot be compressed",
                 tensor=spec.name,
                 cure=f"Use one of {', '.join(RESIDUAL_DTYPE)}: a complex tensor can be kept as a "
-                "real one of shape [..., 2], which torch.view_as_complex reads. Or do not train it",
+                "real one of shape [..., 2], which torch.view_as_complex or tf.complex reads. Or "
+                "do not train it",
             )
 
 

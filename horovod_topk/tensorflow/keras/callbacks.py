@@ -24,7 +24,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     """Broadcast the model's weights and the optimizer's state from one rank to all others.
 
     The broadcast takes place before the first step, or right after it if that step builds the
-    model. Metrics and the seeds of random layers are not broadcast.
+    model. Metrics and the seeds of random layers are not broadcast, nor is the state of optimizers
+    that `compile` does not know, as those of a GAN with a `train_step` of its own.
 
     Args:
         root_rank: the rank whose values are broadcast.
@@ -58,10 +59,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def _broadcast(self) -> None:
         if self._done:
             return
-        optimizer = self.model.optimizer
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        variables = [unwrap(v) for v in [*self.model.weights, *optimizer.variables]]
+        optimizer, known = self.model.optimizer, list(self.model.weights)
+        if optimizer is not None:
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            known += optimizer.variables
+        variables = [unwrap(v) for v in known]
 
         def broadcast() -> None:
             for position, variable in enumerate(variables):

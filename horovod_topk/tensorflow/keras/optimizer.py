@@ -171,6 +171,21 @@ class _Exchanger:
         exchanged = self.function(list(gradients), [unwrap(v) for v in variables])
         return [summed(gradient) for gradient in exchanged]
 
+    def among_all(
+        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> list[Any]:
+        """Exchange gradients of some of a built optimizer's variables; the others keep their place.
+
+        So a variable that is frozen for a while leaves neither its residual nor the count of steps.
+        """
+        everything = list(optimizer._trainable_variables)
+        places = [optimizer._get_variable_index(v) for v in variables]
+        spread: list[Any] = [None] * len(everything)
+        for place, gradient in zip(places, gradients, strict=True):
+            spread[place] = gradient
+        exchanged = self(spread, everything)
+        return [exchanged[place] for place in places]
+
     def largest(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the largest values of all ranks, as new values of overwritten variables.
 
@@ -250,15 +265,9 @@ class _Exchanges(_InOneReplica):
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
-        """Exchange, then clip; variables without a gradient keep their place in the exchange."""
-        this: Any = self
-        everything = list(this._trainable_variables)
-        places = [this._get_variable_index(v) for v in self._exchanger.variables]
-        spread: list[Any] = [None] * len(everything)
-        for place, gradient in zip(places, grads, strict=True):
-            spread[place] = gradient
-        exchanged = self._exchanger(spread, everything)
-        return super()._clip_gradients([exchanged[i] for i in places])  # type: ignore[misc]
+        """Exchange, then clip."""
+        exchanged = self._exchanger.among_all(self, grads, self._exchanger.variables)
+        return super()._clip_gradients(exchanged)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse to put a finished optimizer into a LossScaleOptimizer."""
@@ -293,6 +302,7 @@ class _ExchangesScaled:
             with keras.name_scope(this.name, caller=this):
                 this.build(variables)
             this.built = True
+        this._check_variables_are_known(variables)
         scale = this.dynamic_scale
         overwrites = this._overwrite_variable_with_gradient
         grads = _largest(self._exchanger, zip(grads, variables, strict=True), overwrites)
@@ -301,7 +311,7 @@ class _ExchangesScaled:
             None if g is None or k is not None else keras.ops.divide(g, scale)
             for g, k in zip(grads, kept, strict=True)
         ]
-        exchanged = self._exchanger(unscaled, variables)
+        exchanged = self._exchanger.among_all(this, unscaled, variables)
         scaled = [
             k if g is None else keras.ops.multiply(g, scale)
             for g, k in zip(exchanged, kept, strict=True)

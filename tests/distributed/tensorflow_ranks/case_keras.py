@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from kerasses import LIBRARIES, compiled, data, distributed, fit, same
+from kerasses import LIBRARIES, compiled, data, distributed, fit, model_of, same
 from oracle.two_rounds import TwoRounds
 from proof import assert_ranks_equal
 
@@ -218,15 +218,20 @@ def test_any_learning_rate_is_kept(rate: Any) -> None:
     assert_ranks_equal(model.get_weights())
 
 
-def test_a_variable_without_a_gradient_keeps_its_state() -> None:
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "loss scale"])
+def test_a_variable_without_a_gradient_keeps_its_state(scaled: bool) -> None:
+    """Also where it is left out, as one that is frozen is."""
     model, compression = compiled(keras, "sgd"), TopKEF(**SPARSE)
-    optimizer = distributed(keras, keras.optimizers.SGD(0.05), compression)
+    inner = keras.optimizers.SGD(0.05)
+    given = keras.optimizers.LossScaleOptimizer(inner) if scaled else inner
+    optimizer = distributed(keras, given, compression)
     variables = model.trainable_variables
     gradients = [tf.ones(v.shape) for v in variables]
     optimizer.apply(gradients, variables)
     optimizer.apply([None, *gradients[1:]], variables)
+    optimizer.apply(gradients[1:], variables[1:])
     optimizer.apply(gradients, variables)
-    assert compression.stats().steps == 3
+    assert compression.stats().steps == 4
     assert len(compression.state_dict()["residuals"]) == len(variables)
 
 
@@ -269,6 +274,16 @@ def test_broadcast_starts_all_ranks_alike() -> None:
     assert_ranks_equal([*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)])
     like_rank_1 = fit(keras, make(1e-3), TopKEF(**SPARSE), seed=1, epochs=1)
     assert same(model, like_rank_1)
+
+
+def test_broadcast_of_a_model_that_was_compiled_without_an_optimizer() -> None:
+    """As one whose `train_step` has several of its own."""
+    model = model_of(keras, seed=hvd.rank())
+    model.compile(optimizer=None, jit_compile=False)
+    callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback()
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert_ranks_equal(model.get_weights())
 
 
 @pytest.mark.slow

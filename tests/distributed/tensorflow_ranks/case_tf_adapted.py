@@ -16,6 +16,7 @@ from kerasses import LIBRARIES, distributed
 from proof import Array, assert_ranks_equal, assert_same_history
 from tapes import FEW, Perceptron, batch, batch_size
 
+from horovod_topk.core.run.stats import StepCounters
 from horovod_topk.errors import ConfigError, NotAttachedError, PlanMismatchError
 from horovod_topk.tensorflow import TopKEF
 
@@ -143,10 +144,13 @@ def test_three_optimizers_of_one_model_on_one_tape(library: str) -> None:
     ours, theirs = ({kind: made(library, kind) for kind in PARTS} for _ in range(2))
     for kind, optimizer in ours.items():
         compression.adapt(optimizer, models[0].variables[PARTS[kind]])
+    seen = list[StepCounters]()
+    compression.on_step(seen.append)
     theirs = {k: distributed(LIBRARIES[library], o, settings()) for k, o in theirs.items()}
     found = history(models[0], [by_one_tape(models[0], compression, ours)], graph=False)
     assert_same_history(found, history(models[1], [by_both(models[1], theirs)], graph=False))
     assert_ranks_equal(found[-1])
+    assert len(seen) == 2 * len(found)  # the third optimizer's gradient is sparse
     for kind, (state, count) in {"SGD": ("norms", 3), "Adam": ("energy", 2)}.items():
         assert_same_state(TopKEF.of(ours[kind]), TopKEF.of(theirs[kind]))
         known = TopKEF.of(ours[kind]).state_dict()[f"state.{state}"]["residuals"].values()
@@ -257,6 +261,24 @@ def in_two(model: Any, compression: Any, optimizer: Any) -> Step:
         optimizer.apply_gradients(zip(exchange(x, y), model.variables, strict=True))
 
     return step
+
+
+def test_an_optimizer_that_was_built_for_too_few_says_so() -> None:
+    """By the first of two exchanges in a tf.function, as Adam's mean squares are read there."""
+    model, optimizer = Perceptron(), made("Keras 3", "Adam")
+    compression = settings().adapt(optimizer)
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = model.loss(x, y)
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        parts = model.variables[:2], model.variables[2:]
+        gradients = [gradient for part in parts for gradient in tape.gradient(loss, part)]
+        optimizer.apply_gradients(zip(gradients, model.variables, strict=True))
+
+    with pytest.raises(ConfigError, match=r"'v2'.*Adam was built without.*optimizer\.build"):
+        step(*batch(0, 8))
 
 
 def test_a_tape_without_an_optimizer_says_once_what_is_lost(

@@ -23,30 +23,37 @@ BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 
 
 class Run:
-    """Variables whose gradients are given, and an optimizer with a schedule."""
+    """Variables whose gradients are given, and an optimizer with a schedule.
 
-    def __init__(self, library: Any, compression: TopKEF, *, graph: bool = False) -> None:
+    in_turns: every other step lists the variables the other way round.
+    """
+
+    def __init__(
+        self, library: Any, compression: TopKEF, *, graph: bool = False, in_turns: bool = False
+    ) -> None:
         values = (0.1, 0.2, 0.195, 0.19)
         self.schedule = library.optimizers.schedules.PiecewiseConstantDecay([0, 2, 3], values)
         self.variables = [tf.Variable(noise(9, i, shape)) for i, shape in enumerate(SHAPES)]
         self.compression = compression
         optimizer = library.optimizers.SGD(self.schedule)
         self.optimizer = distributed(library, optimizer, compression)
-        self._is_keras_3 = library is keras
+        self._is_keras_3, self._in_turns = library is keras, in_turns
         self._apply = tf.function(self._take) if graph else self._take
 
     def take(self, step: int, factor: float = 1.0) -> None:
         """A step with this rank's gradients times a factor."""
-        self._apply([tf.constant(factor * g) for g in gradients(step)])
+        order = -1 if self._in_turns and step % 2 else 1
+        self._apply([tf.constant(factor * g) for g in gradients(step)][::order], order)
 
-    def _take(self, given: list[Any]) -> None:
+    def _take(self, given: list[Any], order: int) -> None:
+        variables = self.variables[::order]
         if not self._is_keras_3:
             with tf.GradientTape() as tape:
-                pairs = zip(self.variables, given, strict=True)
+                pairs = zip(variables, given, strict=True)
                 loss = tf.add_n([tf.reduce_sum(v * g) for v, g in pairs])
-            given = self.optimizer.compute_gradients(loss, self.variables, tape=tape)
+            given = self.optimizer.compute_gradients(loss, variables, tape=tape)
             given = [gradient for gradient, _ in given]
-        self.optimizer.apply_gradients(zip(given, self.variables, strict=True))
+        self.optimizer.apply_gradients(zip(given, variables, strict=True))
 
     def owed(self) -> list[Any]:
         """What this rank keeps, in the order of the variables."""
@@ -88,6 +95,29 @@ def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
 ) -> None:
     assert gap(Run(library, TopKEF(**SPARSE, follow_lr=True), graph=graph)) < 1e-5
     assert gap(Run(library, TopKEF(**SPARSE), graph=graph)) > 1e-2
+
+
+def test_lists_of_the_same_variables_share_their_rates() -> None:
+    """As those of two losses in turns, or of layers that are frozen for a while."""
+    run = Run(tf_keras, TopKEF(**SPARSE, follow_lr=True), in_turns=True)
+    assert gap(run) < 1e-5
+
+
+@pytest.mark.slow
+def test_lists_of_the_same_variables_load_what_they_share_once() -> None:
+    """By the first of them: when the other one begins, it has moved."""
+    runs = [Run(tf_keras, TopKEF(**SPARSE, follow_lr=True), in_turns=True) for _ in range(2)]
+    for step in range(2):
+        runs[0].take(step)
+    runs[1].compression.deserialize(runs[0].compression.serialize())
+    runs[1].optimizer.iterations.assign(2)
+    for mine, saved in zip(runs[1].variables, runs[0].variables, strict=True):
+        mine.assign(saved)
+    for step in range(2, 5):
+        for run in runs:
+            run.take(step)
+    one, other = ([v.numpy() for v in run.variables] for run in runs)
+    assert all(map(np.array_equal, one, other))
 
 
 @pytest.mark.slow
