@@ -119,7 +119,7 @@ class Run(Job):
             if all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
                 step()
 
-        optimizer.step = step_if_finite  # type: ignore[method-assign,assignment]
+        optimizer.step = step_if_finite
 
     def _gradients(self, batch: Any) -> tuple[float, list[Tensor]]:
         loss, gradients = super()._gradients(batch)

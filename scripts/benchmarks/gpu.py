@@ -27,6 +27,7 @@ from torch import Tensor
 from horovod_topk.cli.machine import cpu_model
 from horovod_topk.cli.models import specs_of
 from horovod_topk.core.codec.codec import PayloadCodec
+from horovod_topk.core.codec.momentum import OptimizerMoments
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels.triton import unsupported
@@ -73,6 +74,12 @@ def cases(kind: str, ratio: float, selection: str) -> Iterator[Case]:
         yield Case(f"{name}, by squares", bucket, weighs=True)
 
 
+def recipe_of(bucket: BucketPlan) -> tuple[int, ...]:
+    """What a kernel has to know of a bucket of Top-K."""
+    assert isinstance(bucket.config, TopK)
+    return bucket.config.recipe(bucket)
+
+
 class Bench:
     """A bucket with gradients, arenas and payloads on the GPU, and kernels for it."""
 
@@ -81,7 +88,7 @@ class Bench:
 
         bucket, self.ranks = case.bucket, ranks
         self.bucket, self.geometry = bucket, replace(suited(torch.device(DEVICE, 0)), **geometry)
-        self.new_kernel = lambda: TritonBucket(bucket.config.recipe(bucket), DEVICE, self.geometry)
+        self.new_kernel = lambda: TritonBucket(recipe_of(bucket), DEVICE, self.geometry)
         self.kernel = self.new_kernel()
         self.verbs = PayloadCodec(TorchOps(kernels=False))
         self.steps = [self._gradients(seed) for seed in range(ranks)]
@@ -108,7 +115,8 @@ class Bench:
         payload = self.verbs.new_payload(self.bucket).cpu()
         for step, gradients in enumerate(self.steps):
             squares = [v.cpu() for v in self.squares]
-            self.verbs.encode(arenas, [g.cpu() for g in gradients], payload, None, squares)
+            moments = OptimizerMoments(squares=squares)
+            self.verbs.encode(arenas, [g.cpu() for g in gradients], payload, moments)
             self.encode(step)
             refuse(f"the payload of step {step}", [payload], [self.payload])
             refuse(f"the residual of step {step}", [arenas.candidate], [self.arenas.candidate])
@@ -254,7 +262,7 @@ def main(arguments: Sequence[str]) -> int:
         for case in cases(kind, args.ratio, args.selection):
             if args.only not in case.name:
                 continue
-            reason = unsupported(case.bucket.config.recipe(case.bucket), DEVICE)
+            reason = unsupported(recipe_of(case.bucket), DEVICE)
             if reason:
                 sys.exit(f"bench gpu cannot run: {reason}")
             bench = Bench(case, args.ranks, dict(args.geometry))

@@ -64,7 +64,7 @@ def ways(slots: int = 1) -> Iterator[Way]:
     for settings in SETTINGS:
         for exchange in exchanges:
             for values in VALUES:
-                yield Way(exchange, values, **settings)  # type: ignore[arg-type]
+                yield Way(exchange, values, **settings)
 
 
 @dataclass(frozen=True)

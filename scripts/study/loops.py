@@ -51,6 +51,14 @@ class Loop(Study):
             rows = torch.randint(first, last, (self.batch_size,), generator=generator)
             yield tuple(column[rows] for column in columns)
 
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """What is trained for, of a batch."""
+        raise NotImplementedError
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        """What is published, by name."""
+        raise NotImplementedError
+
 
 class Text(Loop):
     """Predicts the next byte."""

@@ -59,7 +59,7 @@ class OfMomenta(exchanges.Compressed):
 def trained(model: str, compressor: str, seed: int) -> tuple[float, float | None]:
     """Train a model, and return how many times fewer bytes it has sent, and its score."""
 
-    class Loop(LOOPS[model]):  # type: ignore[misc]
+    class Loop(LOOPS[model]):
         def optimizer(self, model: nn.Module) -> OneBitLamb:
             freeze = STEPS + 1 if compressor == "none" else FREEZE
             return OneBitLamb(model.parameters(), freeze, lr=RATE)

@@ -79,7 +79,7 @@ def workload(*, model: str, optimizer: str, batch_size: int = 0, **options: Any)
         options: as of the loop.
     """
 
-    class AnyOptimizer(LOOPS[model]):  # type: ignore[misc]
+    class AnyOptimizer(LOOPS[model]):
         def optimizer(self, model: nn.Module) -> Any:
             if optimizer == "Muon and AdamW":
                 return muon_and_adamw(model, self._lr)
