@@ -123,7 +123,7 @@ optimizers: ## the optimizers that people train with, beside dense (half an hour
 practice: ## clipping, loss scaling, momentum, restarts, on real ranks (an hour)
 
 $(STUDIES): setup
-	$(if $(filter optimizers,$@),$(RUN) -m pip install --quiet --no-deps pytorch_optimizer==3.8.0)
+	$(if $(filter optimizers,$@),$(RUN) -m pip install --quiet --no-deps pytorch_optimizer==3.8.0 bitsandbytes==0.50.2)
 	$(RUN) -m horovod_topk.cli compare scripts/study/$(subst -,_,$@).toml --out docs/results/$(subst -,_,$@).jsonl $(ARGS)
 	$(RUN) scripts/page.py $@
 

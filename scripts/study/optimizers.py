@@ -1,7 +1,7 @@
 """Models of the default's study with the optimizers that people train with, on simulated ranks.
 
 `horovod-topk compare --simulated` calls `workload(**options)`. Optimizers that PyTorch does not
-have are those of the packages pytorch_optimizer, bitsandbytes and torchao.
+have are those of the packages pytorch_optimizer and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "Prodigy": of_package("Prodigy"),
     "Schedule-Free AdamW": of_package("ScheduleFreeAdamW"),
     "8-bit AdamW": of_package("AdamW8bit", "bitsandbytes.optim"),
-    "8-bit Lion": of_package("Lion8bit", "bitsandbytes.optim", weight_decay=0.1),
-    "4-bit AdamW": of_package("AdamW4bit", "torchao.optim"),
 }
 
 
