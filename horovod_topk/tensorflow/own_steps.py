@@ -41,6 +41,14 @@ class OwnStep:
         share = formulas.share(tf.cast(self._following, variable.dtype))
         self._share = tf.reshape(share, variable.shape)
         self._is_committed = tf.not_equal(known.does, Codes.STAY)
+        self._sign: Any = 1.0  # c of a step that is a sign
+
+    def compare(self, mean: Any, beta1: Any) -> None:
+        """Compare the mean whose sign a step is, a tf.Variable, with gradients, before the step."""
+        (square,), before = self._known.squares, value_of(mean)
+        squares = tf.cast(tf.reshape(square.value(), mean.shape), mean.dtype)
+        known = before, squares, self._share, tf.cast(beta1, mean.dtype)
+        self._sign = formulas.own_sign(self._gradient, *known, VERBS)
 
     def move(self, mean: Any, began: Any) -> None:
         """Move the optimizer's mean of gradients, a tf.Variable, before the step."""
@@ -57,10 +65,11 @@ class OwnStep:
         now, damping = value_of(variable), tf.cast(self._known.damping[0], variable.dtype)
         often = tf.reshape(formulas.arrives_often(self._codes), variable.shape)
         factor = tf.where(often, damping[0], damping[1])
+        factor = self._sign if self._family.is_sign else factor
         farthest = rms_of(self._before) * formulas.FARTHEST
         if rate is not None:
             farthest = tf.maximum(farthest, tf.cast(rate, variable.dtype))
-        known = self._gradient, factor, self._share, farthest
+        known = factor, self._share, farthest
         after = formulas.own_weight(self._before, now, *known, self._family, VERBS)
         self._write(variable, after, now)
         self._write(self._piece, self._following, self._kept)

@@ -111,9 +111,13 @@ class Updates:
             return step(gradient)
         gradient = tf.cast(gradient, inner.dtype)
         own = OwnStep(gradient, inner, state.update_inputs([inner]), self.family)
-        if self.family.has_mean and (mean := _mean_of(optimizer, variable)) is not None:
+        asks = self.family.has_mean or (self.family.is_sign and hasattr(optimizer, "beta_1"))
+        if asks and (mean := _mean_of(optimizer, variable)) is not None:
             beta1 = wide(_number(optimizer, "beta_1"))
-            own.move(mean, 1.0 - beta1 ** wide(tf.convert_to_tensor(optimizer.iterations)))
+            if self.family.has_mean:
+                own.move(mean, 1.0 - beta1 ** wide(tf.convert_to_tensor(optimizer.iterations)))
+            else:
+                own.compare(mean, beta1)
         result = step(gradient)
         own.correct(rate_of(optimizer))
         return result

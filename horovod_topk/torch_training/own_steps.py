@@ -37,6 +37,7 @@ class OwnStep:
     rate: float  # lr; 0: not known
     mean: Tensor | None = None  # the optimizer's mean of gradients
     mean_before: Tensor | None = None  # before the step
+    sign: Tensor | float = 1.0  # c of a step that is a sign
 
 
 class OwnSteps:
@@ -66,18 +67,25 @@ class OwnSteps:
                 if own is not None:
                     gradient = applied_gradient(optimizer, p)
                     self._found.append(_own_step(local(p), gradient, group, *own))
-                    if self._family.has_mean:
-                        self._move_mean(self._found[-1], optimizer.state.get(p, {}), group)
+                    self._use_mean(self._found[-1], optimizer.state.get(p, {}), group)
 
-    def _move_mean(self, each: OwnStep, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-        mean, beta1 = local(state.get("exp_avg", state.get("state1"))), momentum_of(group)
+    def _use_mean(self, each: OwnStep, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+        """Move the mean of gradients, or compare the mean whose sign is taken with them."""
+        found = (state.get(key) for key in ("exp_avg", "state1", "momentum_buffer"))
+        mean = next((local(kept) for kept in found if kept is not None), None)
         is_float = isinstance(mean, Tensor) and mean.is_floating_point()  # bitsandbytes: or uint8
-        if mean is not None and is_float and mean.shape == each.weight.shape and beta1:
+        beta1, family = momentum_of(group) or 0.0, self._family
+        if mean is None or not is_float or mean.shape != each.weight.shape or not 0.0 < beta1 < 1.0:
+            return
+        share = formulas.share(each.following.to(each.gradient.dtype)).view(mean.shape)
+        gradient = each.gradient.view(mean.shape)
+        if family.has_mean:
             each.mean, each.mean_before = mean, mean.clone()
             began = 1.0 - beta1**self._compressor.counter.committed
-            share = formulas.share(each.following.to(each.gradient.dtype)).view(mean.shape)
-            gradient = each.gradient.view(mean.shape)
             mean.copy_(formulas.own_mean(mean, gradient, share, began))
+        elif family.is_sign:
+            square = each.square.view(mean.shape)
+            each.sign = formulas.own_sign(gradient, mean, square, share, beta1, VERBS)
 
     def undo(self) -> None:
         """Forget a step that has raised."""
@@ -132,8 +140,6 @@ def correct(each: OwnStep, farthest: Tensor, family: Family) -> None:
     shape, kind = each.weight.shape, torch.promote_types(each.weight.dtype, torch.float32)
     share = formulas.share(each.following.to(kind)).view(shape)
     often = formulas.arrives_often(each.codes).view(shape)
-    factor = torch.where(often, *each.damping.to(kind))
+    factor = each.sign if family.is_sign else torch.where(often, *each.damping.to(kind))
     weights, known = (each.before.to(kind), each.weight.to(kind)), (factor, share)
-    gradient = each.gradient.to(kind).view(shape)
-    after = formulas.own_weight(*weights, gradient, *known, farthest.to(kind), family, VERBS)
-    each.weight.copy_(after)
+    each.weight.copy_(formulas.own_weight(*weights, *known, farthest.to(kind), family, VERBS))

@@ -342,17 +342,21 @@ class Family:
 
     uses: str  # what a step does with the gradient
     stems: tuple[str, ...]  # parts of the names of their classes, in lower case
-    is_damped: bool = False  # c multiplies what a step changes
+    is_damped: bool = False  # c multiplies what a step changes: that of `own_sign` for signs
     is_stretched: bool = False  # phi^(-1/2) multiplies what a step changes
     has_mean: bool = False  # a state, such as `exp_avg`, is a mean of gradients: Adam's m
     ratio: float | None = None  # the default for them; None: that of the compressor
     is_limited: bool = True  # the size of a step does not follow that of the gradient
-    waiting: float = 1.0  # multiplies the step of an element whose gradient has not arrived
+    is_sign: bool = False  # a step is the sign of beta1 m + (1 - beta1) G
 
 
 LINEAR = Family("is linear in the gradient", ("sgd", "asgd"))
 SIGN = Family(
-    "takes the sign", ("lion", "signsgd", "signum", "tiger", "rprop"), ratio=0.1, waiting=0.5
+    "takes the sign",
+    ("lion", "signsgd", "signum", "tiger", "rprop"),
+    is_damped=True,
+    is_sign=True,
+    ratio=0.1,
 )
 MATRIX = Family(
     "divides by roots of matrices", ("muon", "dion", "shampoo", "soap", "kron"), ratio=1.0
@@ -414,37 +418,41 @@ def own_mean(mean: Any, g: Any, share: Any, began: float) -> Any:
     return w * mean + (1.0 - w) * began * g
 
 
+def own_sign(g: Any, mean: Any, square: Any, share: Any, beta1: float, verbs: Verbs) -> Any:
+    """c = |u| / (u^2 + pi v / 2)^(1/2), u = beta1 m / (1 - beta1), where G = 0 and phi' < 1; or 1.
+
+    Signs of gradients that arrive each time, with a mean square of v, cancel one another: on the
+    average about this is left of those that m gives by itself while an element waits.
+    """
+    u, one = mean * (beta1 / (1.0 - beta1)), mean * 0.0 + 1.0
+    whole = u * u + square * (math.pi / 2.0)
+    left = verbs.where(whole > 0.0, u * u, one) / verbs.where(whole > 0.0, whole, one)
+    return verbs.where(g == 0.0, verbs.where(share < 1.0, verbs.root(left), one), one)
+
+
 def own_weight(
-    before: Any, now: Any, g: Any, factor: Any, share: Any, farthest: Any, of: Family, verbs: Verbs
+    before: Any, now: Any, factor: Any, share: Any, farthest: Any, of: Family, verbs: Verbs
 ) -> Any:
     """Return the weight after the corrected step: p + d', and p' itself where d' is d.
 
     Args:
         before: p.
         now: p'.
-        g: G.
-        factor: c of each element's class.
+        factor: c of each element, or of its class.
         share: phi'^(1/4).
         farthest: max(lr, rms / 5).
         of: the optimizer's family.
         verbs: the framework's.
     """
     change = now - before
-    corrected = own_change(change, g, factor, share, of, verbs)
+    corrected = own_change(change, factor, share, of, verbs)
     if of.is_limited:
         corrected = own_limited(corrected, farthest, share, verbs)
     return verbs.where(corrected == change, now, before + corrected)
 
 
-def own_change(change: Any, g: Any, factor: Any, share: Any, of: Family, verbs: Verbs) -> Any:
-    """d' = c d; where d divides by a largest magnitude, d' = c d / max(phi', 1/100)^(1/2).
-
-    Where d is a sign, d' = d / 2 while an element waits: G = 0 and phi' < 1. Signs of gradients
-    that arrive each time cancel one another; that of a mean which nothing is added to stays.
-    """
-    if of.waiting < 1.0:
-        waiting = verbs.where(share < 1.0, change * of.waiting, change)
-        change = verbs.where(g == 0.0, waiting, change)
+def own_change(change: Any, factor: Any, share: Any, of: Family, verbs: Verbs) -> Any:
+    """d' = c d; where d divides by a largest magnitude, d' = c d / max(phi', 1/100)^(1/2)."""
     if of.is_damped:
         change = change * factor
     if of.is_stretched:

@@ -137,16 +137,29 @@ def test_formulas() -> None:
     share = (1 / 16) ** 0.25
     assert formulas.own_mean(8.0, 4.0, share, 0.5) == pytest.approx(8 / 4 + 3 / 4 * 0.5 * 4)
     assert formulas.own_mean(8.0, 4.0, 1.0, 0.5) == 8.0
-    change = partial(formulas.own_change, 3.0, 2.0, 0.5, share, verbs=NUMBERS)
-    waiting = partial(formulas.own_change, 3.0, 0.0, 0.5, of=formulas.SIGN, verbs=NUMBERS)
-    assert (change(of=formulas.SIGN), waiting(share), waiting(1.0)) == (3.0, 1.5, 3.0)
+    change = partial(formulas.own_change, 3.0, 0.5, share, verbs=NUMBERS)
+    assert change(of=formulas.MATRIX) == 3.0
     assert change(of=formulas.SQUARES) == 1.5
     assert change(of=formulas.LARGEST) == pytest.approx(1.5 * 4)
-    rare = formulas.own_change(3.0, 2.0, 1.0, 0.0, formulas.LARGEST, NUMBERS)
+    rare = formulas.own_change(3.0, 1.0, 0.0, formulas.LARGEST, NUMBERS)
     assert rare == pytest.approx(30.0)
     limited = [formulas.own_limited(d, 1.0, 0.5, NUMBERS) for d in (-3.0, -0.5, 3.0)]
     assert limited == [-1.0, -0.5, 1.0]
     assert formulas.own_limited(3.0, 1.0, 1.0, NUMBERS) == 3.0
+
+
+def test_a_sign_counts_for_as_much_as_signs_that_arrive_leave() -> None:
+    """On the average, of gradients of a mean and a deviation; 1 if the element has arrived."""
+    generator = torch.Generator().manual_seed(0)
+    for mean in (0.001, 0.01, 0.1, 1.0):
+        gradients = mean + torch.randn(100_000, generator=generator)
+        signs = torch.sign(0.9 * mean + 0.1 * gradients).mean().item()
+        square = gradients.square().mean().item()
+        left = formulas.own_sign(0.0, mean, square, 0.5, 0.9, NUMBERS)
+        assert left == pytest.approx(signs, abs=0.12)
+    assert formulas.own_sign(2.0, 0.01, 1.0, 0.5, 0.9, NUMBERS) == 1.0
+    assert formulas.own_sign(0.0, 0.01, 1.0, 1.0, 0.9, NUMBERS) == 1.0
+    assert formulas.own_sign(0.0, 0.0, 0.0, 0.5, 0.9, NUMBERS) == 1.0
 
 
 NAMES = {
