@@ -175,8 +175,9 @@ class DDPState(BackwardState):
     def _add(self, hooks: Hooks, slot: Slot, gradient: Tensor) -> None:
         """Note a gradient; launch its bucket if it is the last, unless it waits for a step."""
         if hooks not in self._taking_part:
-            for each in hooks.buckets.slots.values() if slot.has_fired else ():
-                each.check_not_exchanged()
+            if slot.has_fired:
+                for each in hooks.buckets.slots.values():
+                    each.check_not_exchanged()
         elif hooks.buckets.add(slot, gradient, gradient):
             hooks.launch(slot.ordinal)
 

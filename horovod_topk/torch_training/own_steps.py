@@ -6,7 +6,7 @@ formulas of its family (`horovod_topk.updates.formulas.FAMILIES`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from horovod_topk.updates import formulas
 from horovod_topk.updates.formulas import Family, family_of
 from horovod_topk.updates.torch import VERBS, following, measure_weights
 from horovod_topk.updates.tracker import CLASSES, AdamFollower, Rule
+
+MEANS = "exp_avg", "state1"  # of gradients, in an optimizer's state
 
 
 @dataclass
@@ -67,25 +69,20 @@ class OwnSteps:
                 if own is not None:
                     gradient = applied_gradient(optimizer, p)
                     self._found.append(_own_step(local(p), gradient, group, *own))
-                    self._use_mean(self._found[-1], optimizer.state.get(p, {}), group)
+                    kept = optimizer.state.get(p, {})
+                    if self._family.has_mean:
+                        self._move_mean(self._found[-1], kept, group)
+                    elif self._family.is_sign:
+                        compare_sign(self._found[-1], kept, group)
 
-    def _use_mean(self, each: OwnStep, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-        """Move the mean of gradients, or compare the mean whose sign is taken with them."""
-        found = (state.get(key) for key in ("exp_avg", "state1", "momentum_buffer"))
-        mean = next((local(kept) for kept in found if kept is not None), None)
-        is_float = isinstance(mean, Tensor) and mean.is_floating_point()  # bitsandbytes: or uint8
-        beta1, family = momentum_of(group) or 0.0, self._family
-        if mean is None or not is_float or mean.shape != each.weight.shape or not 0.0 < beta1 < 1.0:
-            return
-        share = formulas.share(each.following.to(each.gradient.dtype)).view(mean.shape)
-        gradient = each.gradient.view(mean.shape)
-        if family.has_mean:
+    def _move_mean(self, each: OwnStep, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+        mean, beta1 = _mean_of(each, state, MEANS), momentum_of(group)
+        if mean is not None and beta1:
             each.mean, each.mean_before = mean, mean.clone()
             began = 1.0 - beta1**self._compressor.counter.committed
+            share = formulas.share(each.following.to(each.gradient.dtype)).view(mean.shape)
+            gradient = each.gradient.view(mean.shape)
             mean.copy_(formulas.own_mean(mean, gradient, share, began))
-        elif family.is_sign:
-            square = each.square.view(mean.shape)
-            each.sign = formulas.own_sign(gradient, mean, square, share, beta1, VERBS)
 
     def undo(self) -> None:
         """Forget a step that has raised."""
@@ -105,6 +102,22 @@ class OwnSteps:
             correct(each, farthest, self._family)
             each.square.copy_(formulas.own_square(each.square, each.gradient))
             each.codes.copy_(each.following)
+
+
+def compare_sign(each: OwnStep, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Compare the mean whose sign a step takes with gradients, before the step."""
+    mean, beta1 = _mean_of(each, state, (*MEANS, "momentum_buffer")), momentum_of(group) or 0.0
+    if mean is not None and 0.0 < beta1 < 1.0:
+        share = formulas.share(each.following.to(each.gradient.dtype)).view(mean.shape)
+        gradient, square = each.gradient.view(mean.shape), each.square.view(mean.shape)
+        each.sign = formulas.own_sign(gradient, mean, square, share, beta1, VERBS)
+
+
+def _mean_of(each: OwnStep, state: Mapping[str, Any], keys: Sequence[str]) -> Tensor | None:
+    """The first of these states, unless it is in few bits, as some of bitsandbytes' are."""
+    mean = local(next((state[key] for key in keys if key in state), None))
+    is_float = isinstance(mean, Tensor) and mean.is_floating_point()
+    return mean if is_float and mean.shape == each.weight.shape else None
 
 
 def updates_of(

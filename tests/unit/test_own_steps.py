@@ -17,7 +17,7 @@ from horovod_topk.core.run.substitute import parse
 from horovod_topk.methods.topk import TopK
 from horovod_topk.torch_training import optimizer_settings as settings
 from horovod_topk.torch_training import own_steps
-from horovod_topk.torch_training.own_steps import OwnSteps
+from horovod_topk.torch_training.own_steps import OwnStep, OwnSteps, compare_sign
 from horovod_topk.updates import formulas, tracker
 from horovod_topk.updates.formulas import NUMBERS
 from horovod_topk.updates.tracker import AdamFollower
@@ -131,6 +131,30 @@ def test_a_step_that_raises_leaves_the_mean_of_gradients_as_it_was() -> None:
     assert not any(map(torch.equal, before, now))
     updates.undo()
     assert all(map(torch.equal, before, now))
+
+
+def test_a_buffer_of_updates_is_no_mean_of_gradients() -> None:
+    """LARS' momentum, as RMSprop's, is of what weights have moved."""
+    trained = Trained(OPTIMIZERS["RMSprop with momentum"], "TopKEF(ratio=0.02, warmup=None)")
+    trained.step(0)
+    names = {p: name for name, p in trained.model.named_parameters()}
+    updates = OwnSteps(names, trained.exchange.compressors[0], formulas.TRUST)
+    kept = [trained.optimizer.state[p]["momentum_buffer"] for p in trained.model.parameters()]
+    before = [each.clone() for each in kept]
+    updates.begin(trained.optimizer)
+    assert all(map(torch.equal, before, kept))
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "momentum_buffer"])
+def test_a_sign_is_compared_where_its_gradient_has_not_arrived(key: str) -> None:
+    gradient, mean = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.01, -0.2, 0.01])
+    codes, square = torch.full((3,), 100, dtype=torch.uint8), torch.ones(3)
+    assert bool((formulas.share(codes.float()) < 1.0).all())
+    step = OwnStep(mean, mean, gradient, codes, codes, square, torch.ones(2), 0.1)
+    compare_sign(step, {key: mean}, {"momentum": 0.9})
+    assert isinstance(step.sign, torch.Tensor)
+    expected = [0.0716, 0.8207, 1.0]  # 0.09 / sqrt(0.09^2 + pi / 2), and of 1.8
+    assert step.sign.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_formulas() -> None:
