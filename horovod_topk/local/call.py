@@ -41,7 +41,7 @@ class LocalCall:
 
 
 def parse(text: str) -> Substitute | LocalCall:
-    """Parse a compressor of every step, or local steps."""
+    """Parse a setting to compare: a compressor such as "TopKEF()", or a "LocalSteps(...)"."""
     call = _local(text)
     if call is None:
         return substitute.parse(text)

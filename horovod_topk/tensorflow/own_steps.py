@@ -64,8 +64,8 @@ class OwnStep:
         variable, (square,) = self._variable, self._known.squares
         now, damping = value_of(variable), tf.cast(self._known.damping[0], variable.dtype)
         often = tf.reshape(formulas.arrives_often(self._codes), variable.shape)
-        factor = tf.where(often, damping[0], damping[1])
-        factor = self._sign if self._family.is_sign else factor
+        by_class = tf.where(often, damping[0], damping[1])
+        factor = self._sign if self._family.is_sign else by_class
         farthest = rms_of(self._before) * formulas.FARTHEST
         if rate is not None:
             farthest = tf.maximum(farthest, tf.cast(rate, variable.dtype))

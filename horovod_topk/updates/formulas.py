@@ -421,8 +421,9 @@ def own_mean(mean: Any, g: Any, share: Any, began: float) -> Any:
 def own_sign(g: Any, mean: Any, square: Any, share: Any, beta1: float, verbs: Verbs) -> Any:
     """c = |u| / (u^2 + pi v / 2)^(1/2), u = beta1 m / (1 - beta1), where G = 0 and phi' < 1; or 1.
 
-    Signs of gradients that arrive each time, with a mean square of v, cancel one another: on the
-    average about this is left of those that m gives by itself while an element waits.
+    Dense training takes the sign of beta1 m + (1 - beta1) g in each step, and gradients of mean
+    square v turn it now and then. c is about the mean of these signs, by which an element moves
+    while it waits: the sign of m alone would move it further.
     """
     u, one = mean * (beta1 / (1.0 - beta1)), mean * 0.0 + 1.0
     whole = u * u + square * (math.pi / 2.0)

@@ -52,11 +52,11 @@ class Loop(Study):
             yield tuple(column[rows] for column in columns)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """What is trained for, of a batch."""
+        """Return the loss of a batch, which training minimises."""
         raise NotImplementedError
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        """What is published, by name."""
+        """Return the metrics of a model on held-out data, by name."""
         raise NotImplementedError
 
 
