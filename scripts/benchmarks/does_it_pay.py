@@ -39,7 +39,7 @@ LOCAL, LOCAL_10, LATE, PLAIN = (
 EVERY_STEP = (ALONE, FLOAT32, FLOAT16, BFLOAT16, POWERSGD, QSGD, TOPK, SHARDED)
 NEAR = (*EVERY_STEP, LOCAL, LOCAL_10)
 CONVOLUTIONS = "convolutions*"
-DISTANT = (ALONE, FLOAT16, BFLOAT16, TOPK, LOCAL, LATE, PLAIN)
+DISTANT = (ALONE, FLOAT16, BFLOAT16, TOPK, LOCAL, LOCAL_10, LATE, PLAIN)
 
 EARLY = 60  # steps of the default's warm-up
 
@@ -72,6 +72,7 @@ RUNS = {
     "convolutions-100mbit-early": Job("100mbit", (TOPK, SHARDED), case=CONVOLUTIONS, early=True),
     "convolutions-1gbit-early": Job("1gbit", (TOPK, SHARDED), case=CONVOLUTIONS, early=True),
     "distant": Job("100mbit", DISTANT, delay="50ms"),
+    "distant-early": Job("100mbit", (TOPK,), delay="50ms", early=True),
     "distant-1": Job("100mbit", DISTANT, delay="50ms", rows=1),
 }
 

@@ -229,6 +229,24 @@ def target_table(joined: Joined, share: float = 1.0) -> str:
     return table(head, rows)
 
 
+def distant_table(joined: Joined) -> str:
+    """Tabulate the time to the last loss of local steps where every message is delayed."""
+    target, rows = joined.curves[LOCAL][-1][1], []
+    measured = joined.jobs["distant"]["variants"]
+    needed = {
+        name: reached(points, target)
+        for name, points in joined.curves.items()
+        if name in (BFLOAT16, *measured)
+    }
+    slow = joined.time("distant", BFLOAT16, needed[BFLOAT16])
+    for name, steps in needed.items():
+        taken = joined.time("distant", name, steps)
+        shown = f"{steps:.0f}" if math.isfinite(steps) else "-"
+        rows.append([LABELS.get(name, name), shown, duration(taken), times(slow, taken)])
+    head = ["", f"steps to {target:.3f}", "100 Mbit/s, 50 ms", "sooner than 16 bits"]
+    return table(head, rows)
+
+
 def sooner(joined: Joined, rate: str) -> str:
     """Format the speedup: seconds of dense in 16 bits to its last loss, over TopKEF's to it."""
     dense, ours = (
@@ -466,6 +484,7 @@ def values(results: tuple[Study, Mapping[str, Any]]) -> Values:
         "sooner": partial(sooner, joined),
         "needed": lambda name: f"{reached(joined.curves[name], joined.target):.0f}",
         "step": lambda rate, name: f"{joined.seconds(rate, name):.2f}",
+        "distant": partial(distant_table, joined),
         "target": lambda share: target_table(joined, float(share)),
         "predicted": partial(predicted, specs, joined),
         "early": EARLY,
