@@ -207,6 +207,11 @@ class LocalSteps:
         with self._on_device():
             self._topkef.begin()
 
+    def _renew(self) -> None:
+        """As `begin`, unless a round is under way, as after a state of mid-round was loaded."""
+        if not any(fragment.since for fragment in self._topkef.rounds.fragments):
+            self.begin()
+
     def step(self) -> None:
         """Count a step of the inner optimizer, and make the outer steps that are due.
 
