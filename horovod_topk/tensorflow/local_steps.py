@@ -102,7 +102,7 @@ class VariablesState(LocalState[Array]):
         """As `LocalState.state_dict`, with the names of all variables."""
         return super().state_dict() | {VARIABLES: [*self._known[VARIABLES]]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], load: int = 0) -> None:
         """As `LocalState.load_state_dict`; a loaded model's variables may have other names."""
         super().load_state_dict(renamed(state, self._known))
 
