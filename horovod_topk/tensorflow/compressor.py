@@ -30,7 +30,7 @@ from horovod_topk.tensorflow.collective import HorovodTalk
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.planning import TapeSettings
 from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
-from horovod_topk.tensorflow.state import OptimizerState
+from horovod_topk.tensorflow.state import LOADS, OptimizerState
 
 
 class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonState):  # type: ignore[misc]
@@ -85,7 +85,8 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
         self._manager: Manager | None = None
         self._adapted: list[weakref.ref[Adapted]] = []  # kept by their optimizers
         self._calls: list[Callable[[OptimizerState], None]] = []  # before the first state, for all
-        self._waiting: list[Mapping[str, Any]] = []  # state dicts loaded before there was a state
+        # State dicts loaded before there was a state, with the number of their load.
+        self._waiting: list[tuple[int, Mapping[str, Any]]] = []
 
     @on_class_too
     def adapt(self, optimizer: Any, variables: Iterable[Any] | None = None) -> Compressor:
@@ -175,7 +176,7 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
         if horovods() or self._found_states():
             super().load_state_dict(state)
         else:
-            self._waiting = [state]
+            self._waiting = [(next(LOADS), state)]
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` at the end of every step, as `OptimizerState.on_step`.
@@ -231,7 +232,8 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
         for call in self._calls:
             call(state)
         if self._waiting:
-            state.load_state_dict(self._waiting.pop(0))
+            load, saved = self._waiting.pop(0)
+            state.load_state_dict(saved, load)
 
     def attached(self, state: Any) -> None:
         """Remember the state of `LocalSteps`, which exists as long as that."""
@@ -259,7 +261,8 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
 
     def serialize(self) -> bytes:
         """Return all residuals of this rank as bytes; tf.train.Checkpoint calls this."""
-        return _pack([*(s.state_dict() for s in self._found_states()), *self._waiting])
+        waiting = [saved for _, saved in self._waiting]
+        return _pack([*(s.state_dict() for s in self._found_states()), *waiting])
 
     def deserialize(self, data: bytes) -> None:
         """Load residuals from bytes; tf.train.Checkpoint calls this.
@@ -269,12 +272,12 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
         Raises:
             StateDictError: a residual does not fit; nothing has changed.
         """
-        saved, states = unpacked(data), self._found_states()
+        saved, states, load = unpacked(data), self._found_states(), next(LOADS)
         for state, residuals in zip(states, saved, strict=False):
             state.check_state_dict(residuals)
         for state, residuals in zip(states, saved, strict=False):
-            state.load_state_dict(residuals)
-        self._waiting = list(saved[len(states) :])
+            state.load_state_dict(residuals, load)
+        self._waiting = [(load, each) for each in saved[len(states) :]]
 
     @staticmethod
     def _check_scaler(scaler: object) -> None:

@@ -102,7 +102,7 @@ class VariablesState(LocalState[Array]):
         """As `LocalState.state_dict`, with the names of all variables."""
         return super().state_dict() | {VARIABLES: [*self._known[VARIABLES]]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], load: int = 0) -> None:
         """As `LocalState.load_state_dict`; a loaded model's variables may have other names."""
         super().load_state_dict(renamed(state, self._known))
 
@@ -206,6 +206,11 @@ class LocalSteps:
         """
         with self._on_device():
             self._topkef.begin()
+
+    def _renew(self) -> None:
+        """As `begin`, unless a round is under way, as after a state of mid-round was loaded."""
+        if not any(fragment.since for fragment in self._topkef.rounds.fragments):
+            self.begin()
 
     def step(self) -> None:
         """Count a step of the inner optimizer, and make the outer steps that are due.

@@ -13,7 +13,7 @@ from horovod_topk.tensorflow.planning import TapeSettings, unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.variables import Stores, watched
 
-Key = tuple[object, ...]
+Key = tuple[tuple[object, ...], tuple[int, ...]]  # of settings, and ids of variables
 
 
 class Memory:
@@ -34,8 +34,8 @@ class Memory:
         return any(each is state for each, _ in self._states.values())
 
     def keeps(self, variables: Sequence[Any], settings: TapeSettings) -> bool:
-        """Whether there is a state for a list of variables."""
-        return _key_of(variables, settings) in self._states
+        """Whether the state of a list of variables is there."""
+        return self._find(*_key_of(variables, settings)) is not None
 
     def forget(self, key: Key) -> None:
         """Delete a state after one of its variables was deleted."""
@@ -44,14 +44,27 @@ class Memory:
     def state_of(
         self, config: Method, variables: Sequence[Any], settings: TapeSettings
     ) -> OptimizerState:
-        """The state for a list of variables; it is deleted with the first of them."""
+        """The state for a list of variables; it is deleted with the first of them.
+
+        A list of some of its variables, as while layers are frozen, has the same state.
+        """
         key = _key_of(variables, settings)
-        if key not in self._states:
+        state = self._find(*key)
+        if state is None:
             state = OptimizerState(config, variables, settings, self._stores)
             state.warnings = self.warnings
             watches = [watched(unwrap(variable), self, key) for variable in variables]
             self._states[key] = state, watches
-        return self._states[key][0]
+        return state
+
+    def _find(self, own: object, ids: tuple[int, ...]) -> OptimizerState | None:
+        found = None
+        for (theirs, known), (state, _) in self._states.items():
+            if theirs == own and known == ids:
+                return state
+            if found is None and theirs == own and {*ids} <= {*known}:
+                found = state
+        return found
 
 
 # The states of tapes. Scripts build a new tape in each step, and may build a new compressor.

@@ -41,6 +41,7 @@ class Fitted:
     config: Method  # the compressor's settings, with those that depend on the optimizer
     updates: Updates | None = None  # that take the place of the optimizer's
     warnings: tuple[str, ...] = ()  # about the optimizer
+    had_none: bool = False  # whether the optimizer had no momentum that it could be adapted to
 
 
 def fitted_to(optimizer: Any, compressor: BaseCompressor, process_set: Any) -> Fitted:
@@ -79,7 +80,8 @@ def fitted_to(optimizer: Any, compressor: BaseCompressor, process_set: Any) -> F
         beta2 = _number(_present(optimizer, "beta_2")) if normalises else None
         return Fitted(compressor, config, updates=Updates(rule, beta2 or 0.0))
     has_beta1 = normalises and _number(_present(optimizer, "beta_1")) != 0.0
-    return Fitted(compressor, config, warnings=advise(kind, config, why, normalises=has_beta1))
+    warnings = advise(kind, config, why, normalises=has_beta1)
+    return Fitted(compressor, config, warnings=warnings, had_none=why == HAS_NONE)
 
 
 def compresses(process_set: Any) -> bool:
@@ -136,6 +138,23 @@ def check_not_twice(optimizer: Any, config: Method) -> None:
         off=f"{setting}=0.0",
         normalises=is_adam,
     )
+
+
+def warn_of_late_momentum(optimizer: Any, fitted: Fitted) -> tuple[str, ...]:
+    """Warn that an SGD without momentum, whose steps are not adapted, was given one since.
+
+    Args:
+        optimizer: an SGD of Keras 3 or tf-keras, within a loss scale or not; None: not known.
+        fitted: the settings for it when it was distributed or adapted.
+
+    Returns:
+        The warnings that were given: one or none.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not fitted.had_none or not _number(_present(optimizer, "momentum")):
+        return ()
+    why = "its momentum was set after TopKEF got to know it. Set it before"
+    return advise(kind_of(optimizer), fitted.config, why, normalises=False)
 
 
 def warn_of_late_clipping(optimizer: Any, momentum: float) -> tuple[str, ...]:

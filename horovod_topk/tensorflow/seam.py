@@ -44,6 +44,7 @@ from horovod_topk.tensorflow.momentum import (
     compresses,
     fitted_to,
     warn_of_late_clipping,
+    warn_of_late_momentum,
 )
 from horovod_topk.tensorflow.planning import TapeSettings, groups_by_id, unwrap
 from horovod_topk.tensorflow.refusals import (
@@ -152,6 +153,8 @@ class Exchange:
         settings = replace(self._settings, update_rule=rule, optimizer=kind)
         config = self.config
         check_not_twice(optimizer, config)
+        if not memory.warnings:
+            memory.warnings += warn_of_late_momentum(optimizer, self._fitted)
         # Horovod would exchange sparse gradients, and no momentum would be applied to them.
         if self._sparse_as_dense or rule is not None:
             grads = [to_dense(gradient) for gradient in grads]

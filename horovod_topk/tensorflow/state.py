@@ -45,7 +45,7 @@ log = logging.getLogger("horovod_topk")
 
 MEASURED = 16  # one step in so many measures norms, which takes passes over memory
 
-CREATED = itertools.count()
+CREATED, LOADS = itertools.count(), itertools.count(1)
 _LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
 
 
@@ -93,8 +93,12 @@ class OptimizerState(Attached[VariableState]):
         """As `Attached.state_dict`, with the names of all variables."""
         return super().state_dict() | {VARIABLES: [*self._names]} if self.active else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `Attached.load_state_dict`; a loaded model's variables may have other names."""
+    def load_state_dict(self, state: Mapping[str, Any], load: int = 0) -> None:
+        """As `Attached.load_state_dict`; a loaded model's variables may have other names.
+
+        load: number of the load, of which the states of several lists may be parts; 0: a new one.
+        """
+        self._state.load = load or next(LOADS)
         super().load_state_dict(renamed(state, self._known))
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,7 +124,7 @@ class OptimizerState(Attached[VariableState]):
 
         Args:
             gradients: one a variable.
-            variables: the variables, in the same order in all calls.
+            variables: the state's variables, or some of them.
             rate: the learning rate, [] float64; None: it is not known.
             beta2: Adam's; 0 with other optimizers.
             squares: Adam's mean square of each variable, or None; empty: with other optimizers.
@@ -133,11 +137,12 @@ class OptimizerState(Attached[VariableState]):
                 with flags for every tensor, so that no other rank waits for it.
         """
         mine = [i for i, gradient in enumerate(gradients) if is_dense(gradient)]
-        self._note_skipped(gradients)
+        names = self._names_of(variables)
+        self._note_skipped(names, gradients)
         result: list[Any] = [None] * len(gradients)
         if mine:
             dense, theirs = [gradients[i] for i in mine], [unwrap(variables[i]) for i in mine]
-            cached = self._plan([self._names[i] for i in mine], dense, theirs)
+            cached = self._plan([names[i] for i in mine], dense, theirs)
             known = [squares[i] for i in mine] if squares else []
             given = dense, rate, beta2, known
             for i, exchanged in zip(mine, self._run(cached, *given), strict=True):
@@ -150,7 +155,7 @@ class OptimizerState(Attached[VariableState]):
 
     def update_inputs(self, variables: Sequence[Any]) -> UpdateInputs:
         """As `VariableState.followed`, for variables of the model."""
-        return self._state.update_inputs([self._name_of[id(each)] for each in variables])
+        return self._state.update_inputs(self._names_of(variables))
 
     def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients for the optimizer if nothing is compressed: clipped, and with momentum."""
@@ -158,8 +163,8 @@ class OptimizerState(Attached[VariableState]):
             gradients = clipped_alone(gradients, self._config.clip_norm)
         if not self._config.momentum:
             return list(gradients)
-        velocities = self._stores.velocities
-        return with_momentum(gradients, variables, self._names, self._config, velocities)
+        names, velocities = self._names_of(variables), self._stores.velocities
+        return with_momentum(gradients, variables, names, self._config, velocities)
 
     def _run(self, cached: CachedPlan, *given: Any) -> list[Any]:
         state = self._state
@@ -307,8 +312,11 @@ class OptimizerState(Attached[VariableState]):
         numbers = [seconds.exposed_seconds, now - (before or now), state.guard.tell()]
         return state.schedule_in_graphs.decided, int(state.guard.memory.stage), numbers
 
-    def _note_skipped(self, gradients: Sequence[Any]) -> None:
-        for name, gradient in zip(self._names, gradients, strict=True):
+    def _names_of(self, variables: Sequence[Any]) -> list[str]:
+        return [self._name_of[id(unwrap(each))] for each in variables]
+
+    def _note_skipped(self, names: Sequence[str], gradients: Sequence[Any]) -> None:
+        for name, gradient in zip(names, gradients, strict=True):
             if isinstance(gradient, tf.IndexedSlices) and name not in self._skipped:
                 self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,7 @@ from horovod_topk.methods.protocol import Method, Seeded, StateSpec, UpdateRule
 from horovod_topk.ops.tensorflow import Array, Buffer, Scaled, TensorFlowOps, joined
 from horovod_topk.tensorflow.collective import GraphTimer
 from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
+from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
 from horovod_topk.tensorflow.variables import StateVariables, Stores, VariablePiece, apart
 from horovod_topk.updates import formulas
@@ -148,6 +149,8 @@ class VariableState(Tensors, State[Array]):
         self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
         super().__init__(config, reduction, self.ops, self.schedule_in_graphs, update_rule)
         names = self._names = [*variables]
+        self._id_of = {name: id(unwrap(each)) for name, each in variables.items()}
+        self.load = 0  # number of the last load
         self.later = set(names)
         if config.follow_lr:
             rows = stores.rates.of([*variables.values()])
@@ -167,6 +170,10 @@ class VariableState(Tensors, State[Array]):
     def specs(self) -> dict[str, TensorSpec]:
         """`State.specs`."""
         return self._specs
+
+    def _take_on(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        own = {name: self._id_of[name] for name in names}
+        super()._take_on(state, self._stores.residuals.take_on(own, self.load))
 
     @property
     def rank_and_ranks(self) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -89,11 +89,12 @@ class VariablePiece:
         return self.variable is other.variable
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Entry:
     pieces: Sequence[VariablePiece]
     order: object
     watch: object  # the result of `watched`
+    load: int = 0  # number of the last load that the stretches have taken on; 0: of none
 
 
 class StateVariables:
@@ -113,6 +114,21 @@ class StateVariables:
     def has(self, variable: Any) -> bool:
         """Whether there are stretches for a model variable."""
         return id(unwrap(variable)) in self._of
+
+    def take_on(self, keys: Mapping[str, int], load: int) -> list[str]:
+        """Note a load; return the names of the variables that have not taken it on before.
+
+        Lists of variables that share a residual load it once: it has moved when the second begins.
+
+        Args:
+            keys: ids of the model's variables, by name.
+            load: number of the load; a later one has a larger number.
+        """
+        found = {name: self._of[key] for name, key in keys.items() if key in self._of}
+        new = [name for name in keys if name not in found or found[name].load < load]
+        for entry in found.values():
+            entry.load = max(entry.load, load)
+        return new
 
     def of(
         self,

@@ -444,13 +444,13 @@ class State(Counting[Array]):
     def meet(self, names: Collection[str], shared: Collection[str] = ()) -> None:
         """Copy loaded state to tensors that have just become known.
 
-        shared: those whose state another list of variables has taken on already, and moved.
+        shared: those whose `shared_state` another list of variables has taken on, and moved.
         """
         others, new = {*self.later, *self.specs()} - set(names), set(names) - set(shared)
         if self._waiting:
             mine = self.wrapped(without(self._waiting, others))
             self._check(mine, names)
-            self._take_on(mine, new)
+            self._take_on(mine, names)
             self._keep_waiting(without(self._waiting, names))
         self._take_on_shared(self._shared, new, others | (set(names) - new))
         self.later -= set(names)

@@ -19,10 +19,11 @@ Logs = dict[str, Any] | None
 class LocalSteps(keras.callbacks.Callback):  # type: ignore[misc]
     """A callback of `fit` that makes the outer steps of `horovod_topk.tensorflow.LocalSteps`.
 
-    The model is compiled with a plain Keras optimizer. Put `BroadcastGlobalVariablesCallback`
-    before it. If `fit` builds the model in its first step, that step does not count: ranks go on
-    with rank 0's weights. At the end of `fit` ranks have equal weights. With `steps_per_execution`
-    an outer step follows the execution in which it is due.
+    The model is compiled with a plain Keras optimizer. Pass `BroadcastGlobalVariablesCallback`,
+    too: the weights before the first batch of a `fit` are the anchors, and equal on all ranks. If
+    `fit` builds the model in its first step, that step does not count: ranks go on with rank 0's
+    weights. At the end of `fit` ranks have equal weights. With `steps_per_execution` an outer step
+    follows the execution in which it is due.
 
     Args:
         preset: see `horovod_topk.tensorflow.LocalSteps`, as for `compression`, `offload`,
@@ -65,6 +66,7 @@ class LocalSteps(keras.callbacks.Callback):  # type: ignore[misc]
         self._settings = {"compression": compressor, **places, **own}
         self._trained: list[Any] = []
         self._first = 0  # of the batches of an execution
+        self._has_begun = False  # whether this fit has had a batch
         self.local: local_steps.LocalSteps | None = None  # once the model is built
 
     @property
@@ -82,12 +84,16 @@ class LocalSteps(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Make the present weights the anchors, if the model is built."""
+        self._has_begun = False
         if self.model.built:
             self._begin()
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Note the first batch of an execution."""
+        """Note the first batch of an execution; other callbacks may have replaced weights."""
         self._first = batch
+        if self.local is not None and not self._has_begun:
+            self.local._renew()
+        self._has_begun = True
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Count the steps of an execution, and make the outer steps that are due."""

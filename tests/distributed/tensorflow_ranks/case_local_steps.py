@@ -287,6 +287,24 @@ def test_fit() -> None:
         fit(model, local)
 
 
+def test_weights_that_are_replaced_between_fits_stay() -> None:
+    """As those of the best epoch, or of a file, also by a callback behind this one."""
+    model, few = model_of(), TopKEF(ratio=0.1, min_numel=0)
+    local = hvd_keras.LocalSteps("local_sgd", every=5, compression=few)
+    fit(model, local)
+    TopKEF.of(local).reset()  # else what waits would move them
+    model.optimizer.learning_rate = 0.0
+    new = [weight + 1.0 for weight in model.get_weights()]
+
+    class Restores(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.model.set_weights(new)
+            self.trained = [v.numpy() for v in model.trainable_variables]
+
+    fit(model, local, restores := Restores())
+    assert equal([v.numpy() for v in model.trainable_variables], restores.trained)
+
+
 @pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"steps_per_execution": 4}, {"jit_compile": True}], ids=str)

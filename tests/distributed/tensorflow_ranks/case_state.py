@@ -59,12 +59,18 @@ def test_a_checkpoint_carries_a_run_over(tmp_path: Path, when: str) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(exchanged, expected, strict=True))
 
 
-def test_a_state_loads_into_variables_that_have_one_also_while_a_graph_is_built() -> None:
+@pytest.mark.parametrize("others", [True, False], ids=["of other variables, too", "the same"])
+def test_a_state_loads_into_variables_that_have_one_also_while_a_graph_is_built(
+    others: bool,
+) -> None:
     first, again = TopKEF(ratio=0.2, min_numel=0), TopKEF(ratio=0.2, min_numel=0)
     model, _ = trained(first, 3)
     kept = first.state_dict()
     trained(first, 2, first=3, model=model)
     again.load_state_dict(kept)
+    before = model.variables  # as long as they exist, so does their state
+    if others:
+        model.variables = [before[0], tf.Variable(before[1], name="v")]
     mine = [noise(hvd.rank(), 30 + i, shape) for i, shape in enumerate(SHAPES)]
     exchanged = model.exchange(again, mine, graph=True)
     expected = trained(TopKEF(ratio=0.2, min_numel=0), 4)[1]
@@ -262,7 +268,9 @@ def test_what_was_loaded_waits_for_the_step_that_asks_for_it(exchange: str) -> N
 def test_a_variable_in_two_lists_under_two_names_is_refused() -> None:
     """Its residual is split by its name: read by another, elements would go astray."""
     compression, model = TopKEF(**SPARSE, exchange="sharded"), Linear([(600,), (600,)])
-    model.exchange(compression, [noise(hvd.rank(), i, (600,)) for i in range(2)])
-    model.variables = model.variables[1:]
+    mine = [noise(hvd.rank(), i, (600,)) for i in range(2)]
+    model.exchange(compression, mine)
+    kept = model.variables
+    model.variables = [kept[1], tf.Variable(kept[0], name="other")]
     with pytest.raises(ShapeChangedError, match=r"is split as .*names of their own"):
-        model.exchange(compression, [noise(hvd.rank(), 3, (600,))])
+        model.exchange(compression, mine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,18 @@ def test_momentum_goes_on_with_and_without_compression(
         train(model)
         assert int(optimizer_weights(model)[0]) == 16
         assert_ranks_equal(model.get_weights())
+
+
+@BOTH
+def test_a_momentum_that_comes_later_is_warned_of(
+    library: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: steps of an SGD without momentum are its own, and stay so."""
+    variable, made = tf.Variable(tf.zeros([60, 50])), library.optimizers.SGD(0.05)
+    optimizer = distributed(library, made, auto())
+    with caplog.at_level(logging.WARNING, "horovod_topk"):
+        for momentum in (0.0, 0.9, 0.9):
+            optimizer.momentum = momentum
+            optimizer._allreduce_grads([tf.ones([60, 50])], [variable])
+            assert caplog.text.count("momentum was set after TopKEF") == (momentum > 0)
+    assert "momentum was set" in TopKEF.of(optimizer).stats().warnings[0]

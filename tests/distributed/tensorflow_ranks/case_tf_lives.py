@@ -119,6 +119,20 @@ def test_two_that_live_are_two() -> None:
     assert len(unpacked(compression.serialize())) == 2
 
 
+@BOTH
+def test_some_of_the_variables_are_of_the_same_state(library: Any) -> None:
+    """As while layers are frozen: the count of steps, and with it the warm-up, goes on."""
+    compression = TopKEF(**SPARSE)
+    optimizer = distributed(library, library.optimizers.SGD(0.05), compression)
+    variables = [tf.Variable(tf.zeros(shape), name="v") for shape in ((60, 50), (7,), (40, 9))]
+    for places in ([0, 1, 2], [1, 2], [2, 0], [0, 1, 2]):
+        own = [variables[at] for at in places]
+        given = [noise(0, at, variables[at].shape) for at in places]
+        optimizer._allreduce_grads(given, own)
+    assert compression.stats().steps == TopKEF.of(optimizer).steps == 4
+    assert len(unpacked(compression.serialize())) == 1
+
+
 def test_tapes_made_anew_are_one() -> None:
     """With compressors made anew, too: what they owe is the variables'."""
     model, shapes = Linear([(60, 50), (7,)]), [(60, 50), (7,)]
