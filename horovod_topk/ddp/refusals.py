@@ -71,7 +71,7 @@ def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
 
     names: name of each parameter that is trained now.
     """
-    then, now = _counted_by(model), (len(names), sum(p.nbytes for p in names))
+    then, now = counted_by(model), (len(names), sum(p.nbytes for p in names))
     if then in (None, now) or not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
         return
     buckets = model.reducer._get_zeros_like_grad_buckets()  # as large as all gradients
@@ -104,7 +104,7 @@ def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
         )
 
 
-def _counted_by(model: Any) -> tuple[int, int] | None:
+def counted_by(model: Any) -> tuple[int, int] | None:
     """Number and bytes of the parameters that DDP exchanges; None: this PyTorch does not tell."""
     facts = model._get_ddp_logging_data()
     try:
