@@ -62,6 +62,9 @@ def _of_options(model: DistributedDataParallel) -> Iterator[tuple[str, str, None
     if model._delay_all_reduce_params:
         reason = "delay_all_reduce_named_params= has parameters that no hook sees"
         yield reason, "Leave delay_all_reduce_named_params= out", None
+    if getattr(model, "skip_all_reduce_unused_params", False):  # not in every PyTorch
+        reason = "skip_all_reduce_unused_params=True hands over no buckets of unused parameters"
+        yield reason, "Leave skip_all_reduce_unused_params= out", None
 
 
 def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:

@@ -736,12 +736,18 @@ def low_precision() -> Any:
     return training.perceptron(), {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}
 
 
+def skipping() -> Any:
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    return training.perceptron(), options
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (sparse_layer, r"embedding.weight.*sparse=False"),
         (split_by_tensor_parallelism, r"net.0.weight.*tensor parallelism"),
         (low_precision, r"mixed_precision=.*torch.autocast"),
+        (skipping, r"skip_all_reduce_unused_params=True.*out"),
     ],
 )
 def test_models_that_are_refused(make: Callable[[], Any], says: str) -> None:
