@@ -62,6 +62,9 @@ def _of_options(model: DistributedDataParallel) -> Iterator[tuple[str, str, None
     if model._delay_all_reduce_params:
         reason = "delay_all_reduce_named_params= has parameters that no hook sees"
         yield reason, "Leave delay_all_reduce_named_params= out", None
+    if getattr(model, "skip_all_reduce_unused_params", False):  # not in every PyTorch
+        reason = "skip_all_reduce_unused_params=True hands over no buckets of unused parameters"
+        yield reason, "Leave skip_all_reduce_unused_params= out", None
 
 
 def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
@@ -71,7 +74,7 @@ def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
 
     names: name of each parameter that is trained now.
     """
-    then, now = _counted_by(model), (len(names), sum(p.nbytes for p in names))
+    then, now = counted_by(model), (len(names), sum(p.nbytes for p in names))
     if then in (None, now) or not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
         return
     buckets = model.reducer._get_zeros_like_grad_buckets()  # as large as all gradients
@@ -104,7 +107,7 @@ def check_trained(model: Any, names: Mapping[Tensor, str]) -> None:
         )
 
 
-def _counted_by(model: Any) -> tuple[int, int] | None:
+def counted_by(model: Any) -> tuple[int, int] | None:
     """Number and bytes of the parameters that DDP exchanges; None: this PyTorch does not tell."""
     facts = model._get_ddp_logging_data()
     try:

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_topk import reporting
 from horovod_topk.core.run.attached import Attached
 from horovod_topk.ddp.hooks import Hooks
-from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_trained
+from horovod_topk.ddp.refusals import REWRAP, check_inherits, check_trained, counted_by
 from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
 from horovod_topk.torch_training.gradients import Slot
 from horovod_topk.torch_training.in_backward import BackwardState, hooks_on
@@ -69,6 +69,8 @@ class DDPState(BackwardState):
         self._taking_part: list[Hooks] = []  # of the optimizers whose gradients are exchanged
         self._untouched: dict[Hooks, list[Any]] = {}  # gradients, where this rank computed none
         self._futures: list[tuple[Future[Tensor], Tensor]] = []  # DDP waits for them
+        self._handed_over = 0  # parameters whose gradients they have
+        self._counted = counted_by(model)  # it locks, so that the hook cannot ask
         self._compress_for(model, optimizers, compressor, groups)
         if self.active:
             self._other_handles.append(model.register_forward_pre_hook(check_is_compressed))
@@ -147,14 +149,15 @@ class DDPState(BackwardState):
                 self._take_over()
             self._taking_part = [hooks for hooks in self._each if not hooks.buckets.waits()]
         self._futures.append((future, buffer))
+        parameters = bucket.parameters()
+        self._handed_over += len(parameters)
         with self._failing_later(), torch.no_grad():
             for hooks in self._each:
                 hooks.check_is_alive()
-            for p, gradient in _gradients_in(buffer, bucket.parameters()):
+            for p, gradient in _gradients_in(buffer, parameters):
                 if id(p) in self._slots:  # it is not if it was frozen when this was attached
                     self._add(*self._slots[id(p)], gradient)
-        if bucket.is_last():
-            self._end_backward()
+        self._end_backward(is_last=bucket.is_last())
         return future
 
     def _has_exchanged(self) -> bool:
@@ -181,15 +184,19 @@ class DDPState(BackwardState):
         elif hooks.buckets.add(slot, gradient, gradient):
             hooks.launch(slot.ordinal)
 
-    def _end_backward(self) -> None:
-        """Finish exchanges at the end of backward.
+    def _end_backward(self, *, is_last: bool) -> None:
+        """Finish exchanges at the end of backward, if DDP has handed over its last bucket.
 
-        In the first backward of a static graph this is at once: DDP calls its hooks at the end.
+        In the first backward of a static graph this is at once: DDP calls its hooks at the end, and
+        says of each bucket that it is the first.
         """
         model: Any = self._model()
         if model.static_graph and not self._has_exchanged():
-            self._finish()
-        else:
+            if self._counted is not None:
+                is_last = self._handed_over == self._counted[0]
+            if is_last:
+                self._finish()
+        elif is_last:
             Variable._execution_engine.queue_callback(self._finish)
 
     @untraced
@@ -206,7 +213,7 @@ class DDPState(BackwardState):
             self._drop_step()
             for _, buffer in futures:
                 buffer.fill_(math.nan)
-        self._futures = []
+        self._futures, self._handed_over = [], 0
         for future, buffer in futures:
             future.set_result(buffer)
         Variable._execution_engine.queue_callback(self._handed_out)
@@ -233,7 +240,7 @@ class DDPState(BackwardState):
 
     def _drop_step(self) -> None:
         super()._drop_step()
-        self._futures = []
+        self._futures, self._handed_over = [], 0
 
     # Copies.
 

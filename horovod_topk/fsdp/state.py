@@ -180,7 +180,8 @@ class FSDPState(BackwardState):
         every = list(self._next)
         if len(every) == 1:
             return every
-        own = torch.tensor([hooks.buckets.has_fired() for hooks in every], dtype=torch.uint8)
+        fired = [hooks.buckets.has_fired() for hooks in every]
+        own = torch.tensor(fired, dtype=torch.uint8, device="cpu")
         gathered = self._collective.allgather(own, f"{every[0].compressor.name}.fired").wait()
         has = gathered.view(-1, len(every)).any(0).tolist()
         return [hooks for hooks, fired in zip(every, has, strict=True) if fired]

@@ -89,7 +89,7 @@ class TorchOps(IndexedVerbs):
     def random_bits(self, stream: Stream, count: int, bits: int, device: str) -> Tensor:
         library = self._library(torch.device(device).type)
         if library is not None:
-            out = torch.empty(count, dtype=torch.int64)
+            out = torch.empty(count, dtype=torch.int64, device="cpu")
             key = native.integers(stream.numbers())
             library.topkef_random_bits(key, count, bits, out.data_ptr())
             return out
@@ -103,7 +103,7 @@ class TorchOps(IndexedVerbs):
             drawn = self.random_bits(stream, k, 31, device)
             found: Tensor = coding.random_index(drawn, self.arange(k + 1, device), numel)
             return found
-        out = torch.empty(k, dtype=torch.int64)
+        out = torch.empty(k, dtype=torch.int64, device="cpu")
         library.topkef_random_index(native.integers(stream.numbers()), numel, k, out.data_ptr())
         return out
 
@@ -188,7 +188,7 @@ class TorchOps(IndexedVerbs):
         states: Sequence[Tensor],
     ) -> None:
         """`TrackerKernels.energy_withheld` on a CPU, also if residuals wait to be rescaled."""
-        sums = torch.empty(2 * len(places), dtype=torch.float64)
+        sums = torch.empty(2 * len(places), dtype=torch.float64, device="cpu")
         packed = [_packed(gradient) for gradient in gradients]
         scale = native.numbers(factors) if factors else None
         arenas = residuals[0].data_ptr(), scale, residuals[1].data_ptr(), arrivals.data_ptr()
@@ -210,7 +210,8 @@ class TorchOps(IndexedVerbs):
         if library is None or kind not in WIDE or any(a.dtype != kind for a in arrays):
             found: Tensor = super().energies_of(arrays, arrivals, places, dtype)
             return found
-        sums = torch.empty((1 if arrivals is None else 2) * len(places), dtype=torch.float64)
+        count = (1 if arrivals is None else 2) * len(places)
+        sums = torch.empty(count, dtype=torch.float64, device="cpu")
         packed = [_packed(array) for array in arrays]
         given = native.addresses([array.data_ptr() for array in packed])
         codes = None if arrivals is None else arrivals.data_ptr()
@@ -286,7 +287,7 @@ class TorchOps(IndexedVerbs):
         if library is None or kind not in STORED_CODES or not values.is_contiguous():
             return packing.pack_values(values, kind)
         count, size = values.numel(), (values.element_size(), torch.get_num_threads())
-        out = torch.empty(coding.value_bytes(kind, count), dtype=torch.uint8)
+        out = torch.empty(coding.value_bytes(kind, count), dtype=torch.uint8, device="cpu")
         code = STORED_CODES[kind], kind == "stable8"
         library.topkef_pack_values(values.data_ptr(), count, *code, out.data_ptr(), *size)
         return out
@@ -296,7 +297,7 @@ class TorchOps(IndexedVerbs):
         library = self._library(rows.device.type) if is_one and rows.is_contiguous() else None
         if library is None:
             return packing.unpack_values(rows, count, kind, DTYPES[dtype])
-        out = torch.empty(1, count, dtype=DTYPES[dtype])
+        out = torch.empty(1, count, dtype=DTYPES[dtype], device="cpu")
         size = out.element_size(), torch.get_num_threads()
         code = STORED_CODES[kind]
         library.topkef_unpack_values(rows.data_ptr(), count, code, out.data_ptr(), *size)
@@ -554,14 +555,14 @@ class CpuTernary:
         self._library = library
 
     def moments(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        values, out = _packed(values), torch.empty(3, dtype=torch.float64)
+        values, out = _packed(values), torch.empty(3, dtype=torch.float64, device="cpu")
         size = values.numel(), values.element_size(), torch.get_num_threads()
         self._library.topkef_moments(values.data_ptr(), *size, out.data_ptr())
         return out[:1].float(), out[1:2], out[2:]
 
     def pack(self, values: Tensor, limit: Tensor, scale: Tensor, stream: Stream) -> Tensor:
         values, count = _packed(values), values.numel()
-        out = torch.empty(4 + -(-count // coding.digits(3)), dtype=torch.uint8)
+        out = torch.empty(4 + -(-count // coding.digits(3)), dtype=torch.uint8, device="cpu")
         place = values.data_ptr(), count, values.element_size()
         key = native.integers(stream.numbers())
         self._library.topkef_pack_ternary(
@@ -646,8 +647,7 @@ class CpuBucket:
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
     ) -> tuple[int, int] | None:
         targets = [
-            g if g.is_contiguous() and not g.is_neg() else torch.empty(g.shape, dtype=g.dtype)
-            for g in gradients
+            g if g.is_contiguous() and not g.is_neg() else g.new_empty(g.shape) for g in gradients
         ]
         wrong = self._kernel.decode(
             gathered.data_ptr(),

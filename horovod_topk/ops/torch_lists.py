@@ -134,7 +134,7 @@ def _index(sizes: Sequence[int], picks: Sequence[Pick]) -> Tensor:
 
 def _shard(numel: int, parts: int, first: int) -> Tensor:
     """Return where the elements of a shard are; see `Ops.shard`."""
-    own = torch.arange((numel // (SHARD_BLOCK * parts) + 1) * SHARD_BLOCK)
+    own = torch.arange((numel // (SHARD_BLOCK * parts) + 1) * SHARD_BLOCK, device="cpu")
     places = (own // SHARD_BLOCK * parts + first) * SHARD_BLOCK + own % SHARD_BLOCK
     return places[places < numel]
 
@@ -142,7 +142,7 @@ def _shard(numel: int, parts: int, first: int) -> Tensor:
 @functools.lru_cache(maxsize=1024)
 def _ends(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return where each tensor ends, given their sizes, if they are joined."""
-    return torch.tensor(sizes).cumsum(0).to(device, dtype)
+    return torch.tensor(sizes, device="cpu").cumsum(0).to(device, dtype)
 
 
 @functools.lru_cache(maxsize=1024)

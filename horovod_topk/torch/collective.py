@@ -100,7 +100,8 @@ class HorovodCollective(ProcessSetRanks):
 
     def alltoall(self, payloads: Tensor, name: str) -> _Handle:
         """Start a named alltoall of equal stretches of a uint8 tensor; does not block."""
-        splits = torch.full([self.size], payloads.numel() // self.size, dtype=torch.int32)
+        equal = payloads.numel() // self.size
+        splits = torch.full([self.size], equal, dtype=torch.int32, device="cpu")
         return self._start(name, hvd.alltoall_async, payloads, splits)
 
     def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> _Handle:
@@ -108,7 +109,7 @@ class HorovodCollective(ProcessSetRanks):
 
         Horovod's own reduce-scatter only supports equal parts.
         """
-        splits = torch.tensor(counts, dtype=torch.int32)
+        splits = torch.tensor(counts, dtype=torch.int32, device="cpu")
         return self._start(name, hvd.alltoall_async, array, splits, summed=counts[self.rank])
 
     def allreduce(self, array: Tensor, name: str) -> _Handle:

@@ -289,7 +289,7 @@ class OneBitAdam(Optimizer):
 
     def _begun(self, p: Tensor) -> dict[str, Any]:
         """Return the state of a parameter before its first step."""
-        state = {"step": torch.zeros((), dtype=torch.float32), SQUARES: 0}
+        state = {"step": torch.zeros((), dtype=torch.float32, device="cpu"), SQUARES: 0}
         return state | {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def _update_moments(self, p: Tensor, exchanged: Tensor, group: Mapping[str, Any]) -> None:

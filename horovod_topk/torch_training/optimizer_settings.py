@@ -255,7 +255,8 @@ def _check_eps(optimizer: Any, config: Method) -> None:
         # Its fused steps compute in float32 at least.
         kinds = {torch.float32 if group.get("fused") else p.dtype for p in group["params"]}
         for kind in kinds:
-            if kind.is_floating_point and not torch.tensor(group["eps"], dtype=kind):
+            eps = torch.tensor(group["eps"], dtype=kind, device="cpu")
+            if kind.is_floating_point and not eps:
                 raise ConfigError(
                     f"{kind_of(optimizer)} has eps={group['eps']}, which is 0 in {kind}: weights "
                     "whose gradients have not arrived yet would become 0 / 0",

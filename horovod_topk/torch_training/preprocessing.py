@@ -176,7 +176,7 @@ class UnknownScaler:
         if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused step divides
             return float(scale)
         gradient, at, before, version = seen
-        now = float(local(gradient).reshape(-1)[at])
+        now = float(local(gradient).detach().reshape(-1)[at])  # it may be of a graph
         divisor = before / now if now else 1.0
         if gradient._version != version:  # clipping writes, perhaps after a scaler
             return divisor if UNSCALED <= divisor < math.inf else 1.0

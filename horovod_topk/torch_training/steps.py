@@ -6,6 +6,7 @@ PyTorch's hooks before gradients are accumulated, and around the optimizer's ste
 from __future__ import annotations
 
 import abc
+import inspect
 import logging
 import weakref
 from collections import OrderedDict, deque
@@ -416,8 +417,9 @@ class Unapplied:
 
     def _text(self, missed: list[str]) -> str:
         replaced, optimizer = "", self._optimizer()
-        own = {} if optimizer is None else vars(optimizer)  # the instance's own attributes
-        if (step := own.get("step")) is not None:
+        own: Any = inspect.unwrap(type(optimizer).step) if optimizer is not None else None
+        step: Any = inspect.unwrap(getattr(optimizer, "step", own))  # a scheduler wraps it
+        if getattr(step, "__func__", step) is not own:
             name = getattr(step, "__qualname__", type(step).__name__)
             replaced = f", and the optimizer's step was replaced by {name}"
         cause = CLEARED if missed.count(CLEARED) > len(missed) // 2 else UNSEEN

@@ -78,7 +78,8 @@ class Addresses:
         if addresses == self._latest:
             self._in_graph |= recorded
             return self._array
-        host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self._array.is_cuda)
+        is_cuda = self._array.is_cuda
+        host = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         if recorded:  # the copy runs at each replay, and not now
             array = torch.empty_like(self._array).copy_(host, non_blocking=True)
             self._kept += [host, array]

@@ -108,6 +108,17 @@ def test_options_of_ddp_change_no_bit(options: dict[str, Any], exchange: str) ->
     assert TopKEF.of(optimizer).stats().steps == 6
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_dtypes_of_a_static_graph_change_no_bit(view: bool) -> None:
+    """DDP says of each of their buckets in the first backward that it is the first of several."""
+    static = {"static_graph": True, "gradient_as_bucket_view": view}
+    (plain, _), (ours, _) = (
+        run(Setup(build=training.MixedDtypes, options=options), TopKEF(**SPARSE))
+        for options in ({}, static)
+    )
+    assert_same(ours, plain)
+
+
 @pytest.mark.parametrize("view", [True, False])
 def test_gradients_accumulate_without_an_exchange(view: bool) -> None:
     """As if the gradients of all passes were one."""
@@ -725,12 +736,18 @@ def low_precision() -> Any:
     return training.perceptron(), {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}
 
 
+def skipping() -> Any:
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    return training.perceptron(), options
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (sparse_layer, r"embedding.weight.*sparse=False"),
         (split_by_tensor_parallelism, r"net.0.weight.*tensor parallelism"),
         (low_precision, r"mixed_precision=.*torch.autocast"),
+        (skipping, r"skip_all_reduce_unused_params=True.*out"),
     ],
 )
 def test_models_that_are_refused(make: Callable[[], Any], says: str) -> None:

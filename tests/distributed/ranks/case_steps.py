@@ -326,6 +326,7 @@ def cleared(task: Any, optimizer: Any, step: int) -> None:
 
 CAUSES = {
     "by_hand": (by_hand, "No step.. was seen", 10),
+    "scheduled": (by_hand, r"was seen between them\. Weights", 10),
     "replaced": (by_hand, "step was replaced by .*own_step", 10),
     "in_vain": (in_vain, "another loss's backward", 9),
     "cleared": (cleared, "were None or zeros", 10),
@@ -336,7 +337,9 @@ CAUSES = {
 def test_exchanges_that_no_step_applies(cause: str, caplog: pytest.LogCaptureFixture) -> None:
     one_step, text, number = CAUSES[cause]
     task, optimizer = build(sparse())
-    if cause == "replaced":
+    if cause == "scheduled":
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+    elif cause == "replaced":
 
         def own_step() -> None:
             """Not the optimizer's."""

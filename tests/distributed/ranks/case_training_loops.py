@@ -133,3 +133,24 @@ def test_learning_rates_may_end_at_zero_and_restart(make: Any) -> None:
         moved.append(float((now - old).norm()))
     assert max(norms[30:50]) < 3 * max(norms[10:30])
     assert max(moved[40:50]) < 4 * max(moved[10:30])
+
+
+def elsewhere(task: Task, optimizer: Any, step: int) -> None:
+    """A step while new tensors are made on another device than the model's."""
+    optimizer.zero_grad()
+    loss = task.loss(hvd.rank(), step)
+    with torch.device("meta"):  # what `torch.set_default_device` does
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("values", ["int4", "int3"])
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_another_default_device_changes_no_bit(exchange: str, values: str) -> None:
+    """Kernels would write to the address that a host tensor's memory has on that device."""
+    settings = {"ratio": 0.1, "min_numel": 0, "momentum": "auto", "exchange": exchange}
+    plain, ours = (
+        run(Setup(optimizer=heavy_ball, take_step=take), None, TopKEF(values=values, **settings))
+        for take in (training.ordinary, elsewhere)
+    )
+    assert_same(ours, plain)
