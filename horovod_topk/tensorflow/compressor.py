@@ -85,7 +85,7 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
         self._manager: Manager | None = None
         self._adapted: list[weakref.ref[Adapted]] = []  # kept by their optimizers
         self._calls: list[Callable[[OptimizerState], None]] = []  # before the first state, for all
-        # State dicts loaded before there was a state, with the number of their load.
+        # State dicts that were loaded before a state existed, each with the number of its load.
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
 
     @on_class_too

@@ -208,7 +208,7 @@ class LocalSteps:
             self._topkef.begin()
 
     def _renew(self) -> None:
-        """As `begin`, unless a round is under way, as after a state of mid-round was loaded."""
+        """Call `begin`, unless a state that was saved in the middle of a round has been loaded."""
         if not any(fragment.since for fragment in self._topkef.rounds.fragments):
             self.begin()
 

@@ -34,7 +34,7 @@ class Memory:
         return any(each is state for each, _ in self._states.values())
 
     def keeps(self, variables: Sequence[Any], settings: TapeSettings) -> bool:
-        """Whether the state of a list of variables is there."""
+        """Whether these variables have a state, of their own or with others."""
         return self._find(*_key_of(variables, settings)) is not None
 
     def forget(self, key: Key) -> None:
@@ -44,9 +44,10 @@ class Memory:
     def state_of(
         self, config: Method, variables: Sequence[Any], settings: TapeSettings
     ) -> OptimizerState:
-        """The state for a list of variables; it is deleted with the first of them.
+        """Return the state of a list of variables; make it for a list that is new.
 
-        A list of some of its variables, as while layers are frozen, has the same state.
+        Some of these variables, as while layers are frozen, have the same state. It is deleted
+        when the first of its variables is.
         """
         key = _key_of(variables, settings)
         state = self._find(*key)
@@ -57,14 +58,16 @@ class Memory:
             self._states[key] = state, watches
         return state
 
-    def _find(self, own: object, ids: tuple[int, ...]) -> OptimizerState | None:
-        found = None
-        for (theirs, known), (state, _) in self._states.items():
-            if theirs == own and known == ids:
-                return state
-            if found is None and theirs == own and {*ids} <= {*known}:
-                found = state
-        return found
+    def _find(self, own: tuple[object, ...], ids: tuple[int, ...]) -> OptimizerState | None:
+        """Find the state of these variables, or the first one that has them among others."""
+        if (own, ids) in self._states:
+            return self._states[own, ids][0]
+        sharing = (
+            state
+            for (theirs, known), (state, _) in self._states.items()
+            if theirs == own and {*ids} <= {*known}
+        )
+        return next(sharing, None)
 
 
 # The states of tapes. Scripts build a new tape in each step, and may build a new compressor.

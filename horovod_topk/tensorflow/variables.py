@@ -118,7 +118,8 @@ class StateVariables:
     def take_on(self, keys: Mapping[str, int], load: int) -> list[str]:
         """Note a load; return the names of the variables that have not taken it on before.
 
-        Lists of variables that share a residual load it once: it has moved when the second begins.
+        Lists of variables that share a residual load it once: training has changed the residual
+        before the second list meets the load.
 
         Args:
             keys: ids of the model's variables, by name.

@@ -230,7 +230,7 @@ def target_table(joined: Joined, share: float = 1.0) -> str:
 
 
 def distant_table(joined: Joined) -> str:
-    """Tabulate the time to the last loss of local steps where every message is delayed."""
+    """Tabulate how long methods take to the last loss of local steps, over links with delay."""
     target, rows = joined.curves[LOCAL][-1][1], []
     measured = joined.jobs["distant"]["variants"]
     needed = {

@@ -134,7 +134,7 @@ def test_a_step_that_raises_leaves_the_mean_of_gradients_as_it_was() -> None:
 
 
 def test_a_buffer_of_updates_is_no_mean_of_gradients() -> None:
-    """LARS' momentum, as RMSprop's, is of what weights have moved."""
+    """The momentum buffers of LARS and RMSprop hold changes of weights, not gradients."""
     trained = Trained(OPTIMIZERS["RMSprop with momentum"], "TopKEF(ratio=0.02, warmup=None)")
     trained.step(0)
     names = {p: name for name, p in trained.model.named_parameters()}
@@ -173,7 +173,7 @@ def test_formulas() -> None:
 
 
 def test_a_sign_counts_for_as_much_as_signs_that_arrive_leave() -> None:
-    """On the average, of gradients of a mean and a deviation; 1 if the element has arrived."""
+    """c is near the mean sign of random gradients, and 1 for an element that has arrived."""
     generator = torch.Generator().manual_seed(0)
     for mean in (0.001, 0.01, 0.1, 1.0):
         gradients = mean + torch.randn(100_000, generator=generator)

@@ -110,7 +110,7 @@ def test_options_of_ddp_change_no_bit(options: dict[str, Any], exchange: str) ->
 
 @pytest.mark.parametrize("view", [False, True])
 def test_dtypes_of_a_static_graph_change_no_bit(view: bool) -> None:
-    """DDP says of each of their buckets in the first backward that it is the first of several."""
+    """In the first backward DDP calls no bucket the last if each dtype has its own bucket."""
     static = {"static_graph": True, "gradient_as_bucket_view": view}
     (plain, _), (ours, _) = (
         run(Setup(build=training.MixedDtypes, options=options), TopKEF(**SPARSE))

@@ -288,7 +288,7 @@ def test_fit() -> None:
 
 
 def test_weights_that_are_replaced_between_fits_stay() -> None:
-    """As those of the best epoch, or of a file, also by a callback behind this one."""
+    """A callback may load the weights of the best epoch or of a file, also after this callback."""
     model, few = model_of(), TopKEF(ratio=0.1, min_numel=0)
     local = hvd_keras.LocalSteps("local_sgd", every=5, compression=few)
     fit(model, local)

@@ -129,7 +129,7 @@ def test_momentum_goes_on_with_and_without_compression(
 def test_a_momentum_that_comes_later_is_warned_of(
     library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once: steps of an SGD without momentum are its own, and stay so."""
+    """TopKEF does not adapt the steps of such an SGD, and says so once."""
     variable, made = tf.Variable(tf.zeros([60, 50])), library.optimizers.SGD(0.05)
     optimizer = distributed(library, made, auto())
     with caplog.at_level(logging.WARNING, "horovod_topk"):

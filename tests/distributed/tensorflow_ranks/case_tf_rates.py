@@ -100,7 +100,7 @@ def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
 
 
 def test_lists_of_the_same_variables_share_their_rates() -> None:
-    """As those of two losses in turns, or of layers that are trained later."""
+    """Two losses in turns have such lists, and so has a model that trains a layer later."""
     run = Run(tf_keras, TopKEF(**SPARSE, follow_lr=True), in_turns=True)
     assert gap(run) < 1e-5
 
