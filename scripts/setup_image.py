@@ -1,4 +1,4 @@
-"""Fill a container image's virtual environment. Run by docker/Dockerfile.*, in two layers.
+"""Fill a container image's virtual environment. Run by docker/Dockerfile, in two layers.
 
     python3.11 scripts/setup_image.py horovod /opt/horovod     # frameworks and Horovod; minutes
     python3.11 scripts/setup_image.py package /opt/horovod     # this package; seconds

@@ -1,4 +1,4 @@
-"""Builds docker/Dockerfile.cpu and tries what is in it: `scripts/check-image`.
+"""Builds docker/Dockerfile and tries what is in it: `scripts/check-image`.
 
 The modules, from the whole to the parts:
 

@@ -27,7 +27,7 @@ from image.engine import DOCKERFILE, ROOT, ImageError
 from image.pip import PipSettings
 from setup.run import Runner, SetupError
 
-IMAGE = "localhost/horovod-topk:cpu"
+IMAGE = "localhost/horovod-topk:latest"
 SUITE = "bookworm"
 BOOTSTRAPPED = f"localhost/debian-{SUITE}:debootstrap"
 SETTINGS = {"BUILDAH_ISOLATION": "chroot"}  # no other works in a container that is not privileged
@@ -113,11 +113,11 @@ class Buildah:
         if not self._kept:
             shutil.rmtree(self._storage)
 
-    def build(self, frameworks: str, settings: PipSettings) -> None:
+    def build(self, frameworks: Sequence[str], settings: PipSettings) -> None:
         """Build the image."""
         command = ["bud", "--layers", "--format", "oci", "--file", DOCKERFILE, "--tag", IMAGE]
         command += ["--build-arg", f"BASE={self._base_image()}"]
-        command += ["--build-arg", f"FRAMEWORKS={frameworks}"]
+        command += ["--build-arg", f"FRAMEWORKS={' '.join(frameworks)}"]
         for folder in settings.folders:
             command += ["--volume", f"{folder}:{folder}:ro"]
         self._runner.console.step(f"Building {DOCKERFILE.name} (log: {self._runner.log})")

@@ -28,7 +28,11 @@ SSHD_SECONDS = 30.0  # until all of them have to answer
 
 
 def check(
-    engine: Docker | Buildah, console: Console, frameworks: str, hosts: int, settings: PipSettings
+    engine: Docker | Buildah,
+    console: Console,
+    frameworks: Sequence[str],
+    hosts: int,
+    settings: PipSettings,
 ) -> str:
     """Build the image and try it; return the time and the size in words."""
     began = time.monotonic()
@@ -37,14 +41,17 @@ def check(
     figures = f"built in {seconds:.0f} s, {engine.size() / 1e6:.0f} MB"
     console.note(figures)
     with engine.containers(1) as alone:
-        try_alone(alone, console)
+        try_alone(alone, console, gpu="--cuda" in frameworks)
     with engine.containers(hosts) as cluster:
         try_across(cluster, console)
     return figures
 
 
-def try_alone(containers: Containers, console: Console) -> None:
-    """One container: who runs it, what compresses, and two ranks in it."""
+def try_alone(containers: Containers, console: Console, *, gpu: bool) -> None:
+    """One container: who runs it, what compresses, and two ranks in it.
+
+    gpu: Horovod has to have NCCL's operations. Ranks train on processors all the same.
+    """
     console.step("One container")
     user = containers.run(["id"], limit_seconds=LIMIT_SECONDS).strip()
     if "uid=0" in user:
@@ -55,6 +62,9 @@ def try_alone(containers: Containers, console: Console) -> None:
         raise ImageError(f"the image has no CPU kernels:\n{doctor}")
     for line in doctor.strip().splitlines():
         console.note(line)
+    built = containers.run(["horovodrun", "--check-build"], limit_seconds=LIMIT_SECONDS)
+    if ("[X] NCCL" in built) != gpu:
+        raise ImageError(f"Horovod has {'no ' if gpu else ''}operations by NCCL:\n{built}")
     two = [*HOROVODRUN, "-np", "2", "--gloo", *DIGITS]
     console.note(summary(containers.run(two, limit_seconds=LIMIT_SECONDS), ranks=2))
 

@@ -22,7 +22,7 @@ class Docker:
     def __init__(self, runner: Runner, base: str | None = None) -> None:
         self._runner, self._base = runner, base
         self._prefix = f"check-image-{os.getpid()}"
-        self._image = f"{self._prefix}:cpu"
+        self._image = f"{self._prefix}:latest"
 
     def __enter__(self) -> Docker:
         return self
@@ -30,7 +30,7 @@ class Docker:
     def __exit__(self, *_: object) -> None:
         quietly("image", "rm", "--force", self._image)
 
-    def build(self, frameworks: str, settings: PipSettings) -> None:
+    def build(self, frameworks: Sequence[str], settings: PipSettings) -> None:
         """See `Buildah.build`."""
         if settings.folders:
             names = ", ".join(map(str, settings.folders))
@@ -40,7 +40,7 @@ class Docker:
             )
         with tempfile.TemporaryDirectory() as folder:
             command = ["docker", "build", "--file", DOCKERFILE, "--tag", self._image]
-            command += ["--build-arg", f"FRAMEWORKS={frameworks}"]
+            command += ["--build-arg", f"FRAMEWORKS={' '.join(frameworks)}"]
             command += ["--build-arg", f"BASE={self._base}"] if self._base else []
             self._check([*command, *settings.secrets(Path(folder)), ROOT], "the build failed")
 

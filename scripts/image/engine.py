@@ -12,7 +12,7 @@ from cluster import missing as cluster_missing
 from setup.run import SetupError
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCKERFILE = ROOT / "docker" / "Dockerfile.cpu"
+DOCKERFILE = ROOT / "docker" / "Dockerfile"
 
 
 class ImageError(SetupError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-CERTIFICATES = "/etc/pip_cert.pem"  # where the Dockerfiles mount them
+CERTIFICATES = "/etc/pip_cert.pem"  # where the Dockerfile mounts them
 PLACES = ("index-url", "extra-index-url", "find-links")
 KEPT = (*PLACES, "cert", "proxy", "trusted-host", "timeout", "retries")
 

@@ -20,6 +20,11 @@ from setup.run import SetupError
 # Of a toolkit. CMake looks for the rest, and says what it misses.
 TOOLKIT_FILES = ("bin/nvcc", "include/cuda_runtime.h")
 NCCL_FILES = ("include/nccl.h", "lib/libnccl.so.2")
+# They have a whole toolkit from CUDA 13 on, but for the names that a linker looks for.
+TOOLKIT_WHEELS = (
+    *("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"),
+    *("nvidia-cuda-runtime", "nvidia-cuda-cccl"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,16 @@ def find_gpu(versions: Mapping[str, str], env: Mapping[str, str], packages: Path
     nccl = packages / "nvidia" / "nccl"
     _check_files("NCCL's wheel", nccl, NCCL_FILES)
     return Gpu(toolkit, nvcc, nccl, versions["nccl"])
+
+
+def complete_toolkit(toolkit: Path) -> Path:
+    """Give what NVIDIA's wheels have installed the names that CMake looks for."""
+    found = sorted((toolkit / "lib").glob("libcudart.so.*"))
+    if not found:
+        raise SetupError(f"the wheels of CUDA's toolkit are incomplete: no libcudart in {toolkit}")
+    (toolkit / "lib" / "libcudart.so").symlink_to(found[0].name)
+    (toolkit / "lib64").symlink_to("lib")
+    return toolkit
 
 
 def _check_files(what: str, folder: Path, files: tuple[str, ...]) -> None:

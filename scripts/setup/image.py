@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from setup import horovod, machine
-from setup.cuda import find_gpu
+from setup.cuda import TOOLKIT_WHEELS, complete_toolkit, find_gpu
 from setup.horovod import Variant
 from setup.provision import (
     PINS,
     ROOT,
     TENSORFLOW,
     TF_KERAS,
+    TORCH,
     TORCH_CPU_INDEX,
     command_environment,
     create,
@@ -46,8 +47,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("layer", choices=("horovod", "package"))
     add("prefix", type=Path, help="the virtual environment")
     add("--tensorflow", action="store_true", help="beside PyTorch")
-    add("--cuda", action="store_true", help="GPU operations by NCCL; CUDA_HOME names a toolkit")
-    add("--torch-index", default=TORCH_CPU_INDEX, help="where torch is (default: %(default)s)")
+    add("--cuda", action="store_true", help="GPU operations by NCCL")
     return parser.parse_args(given)
 
 
@@ -70,9 +70,14 @@ def main() -> int:
     return 0
 
 
-def pins(tensorflow: bool) -> list[str]:
-    """Of what Horovod is compiled against or with."""
-    return [pin for pin in PINS if tensorflow or pin != TENSORFLOW]
+def pins(tensorflow: bool, cuda: bool) -> list[str]:
+    """Of what Horovod is compiled against or with.
+
+    The package index has CUDA builds of torch as 2.13.0, and others have builds for processors as
+    2.13.0+cpu, which pip would take for the newer ones.
+    """
+    found = [pin for pin in PINS if tensorflow or pin != TENSORFLOW]
+    return [pin.replace("==", "===") if cuda and pin == TORCH else pin for pin in found]
 
 
 def extras(tensorflow: bool, cuda: bool) -> list[str]:
@@ -91,20 +96,34 @@ def add_horovod(environment: Environment, runner: Runner, args: argparse.Namespa
     machine.check_programs()
     compiler = machine.find_compiler(runner.env)
     create(environment, runner)
-    install_frameworks(environment, runner, pins(args.tensorflow), args.torch_index)
+    index = "" if args.cuda else TORCH_CPU_INDEX
+    wanted = pins(args.tensorflow, args.cuda)
+    install_frameworks(environment, runner, wanted, index)
     versions = horovod.installed_versions(environment.python, runner)
     runner.console.note(torch_build(versions))
-    if args.cuda and versions["cuda"] == "none":
-        raise SetupError(f"torch {versions['torch']} is no CUDA build: give its --torch-index")
-    gpu = find_gpu(versions, runner.env, environment.packages()) if args.cuda else None
-    variant = Variant(args.tensorflow, gpu)
-    inputs = horovod.build_inputs(versions, compiler, runner.env, variant)
-    with tempfile.TemporaryDirectory() as cache:
-        wheel = horovod.provide_wheel(
-            Path(cache), inputs, environment.python, compiler, runner, variant
-        )
-        pip_install(environment, runner, str(wheel), *pins(args.tensorflow))
+    with tempfile.TemporaryDirectory() as name:
+        folder, gpu = Path(name), None
+        if args.cuda:
+            if versions["cuda"] == "none":
+                raise SetupError(f"torch {versions['torch']} is no CUDA build: no index has one")
+            toolkit = install_toolkit(environment, runner, folder / "cuda", versions["cuda"])
+            gpu = find_gpu(versions, {"CUDA_HOME": str(toolkit)}, environment.packages())
+        variant = Variant(args.tensorflow, gpu)
+        inputs = horovod.build_inputs(versions, compiler, runner.env, variant)
+        wheel = horovod.provide_wheel(folder, inputs, environment.python, compiler, runner, variant)
+        pip_install(environment, runner, str(wheel), *wanted)
     verify(environment, runner, frameworks(args.tensorflow), gpu=args.cuda)
+
+
+def install_toolkit(environment: Environment, runner: Runner, folder: Path, version: str) -> Path:
+    """Install CUDA's compiler and headers from NVIDIA's wheels; the folder for CUDA_HOME.
+
+    version: of CUDA, as torch names it; from 13.0 on.
+    """
+    runner.console.step(f"Installing CUDA {version}'s compiler")
+    wheels = [f"{name}=={version}.*" for name in TOOLKIT_WHEELS]
+    pip_install(environment, runner, "--no-deps", "--target", str(folder), *wheels)
+    return complete_toolkit(folder / "nvidia" / f"cu{version.partition('.')[0]}")
 
 
 def add_package(environment: Environment, runner: Runner, args: argparse.Namespace) -> None:
@@ -115,7 +134,7 @@ def add_package(environment: Environment, runner: Runner, args: argparse.Namespa
         pip_install(environment, runner, "--no-deps", TF_KERAS)
     package = f"{environment.root}[{wanted}]"
     released = f"horovod=={horovod.VERSION}"
-    pip_install(environment, runner, package, released, *pins(args.tensorflow))
+    pip_install(environment, runner, package, released, *pins(args.tensorflow, args.cuda))
     remove = [environment.python, "-m", "pip", "uninstall", "--yes", *BUILD_PACKAGES]
     runner.check(remove, "what only a build needs cannot be removed")
     for folder in HEADERS:

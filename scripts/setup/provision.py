@@ -248,12 +248,13 @@ def install_frameworks(
     torch_index: where PyTorch comes from, if that answers; empty: pip's usual index.
     """
     index: list[str] = []
+    (torch,) = [pin for pin in pins if pin.startswith("torch==")]
     if not any(environment.path.glob("lib/python*/site-packages/torch-*.dist-info")):
         # Before all else and by itself: the other packages should come from the usual index.
         index = ["--extra-index-url", torch_index] if torch_index and answers(torch_index) else []
-        runner.console.step(f"Installing {TORCH}" + (f" from {torch_index}" if index else ""))
-        pip_install(environment, runner, TORCH, *index)
-    runner.console.step(f"Installing {', '.join(pin for pin in pins if pin != TORCH)}")
+        runner.console.step(f"Installing {torch}" + (f" from {torch_index}" if index else ""))
+        pip_install(environment, runner, torch, *index)
+    runner.console.step(f"Installing {', '.join(pin for pin in pins if pin != torch)}")
     pip_install(environment, runner, *pins, *BUILD_TOOLS)
 
 

