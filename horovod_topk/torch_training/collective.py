@@ -67,6 +67,8 @@ class _Pending:
             self.work.wait()
         else:
             self.meeting.wait_for(self.work, self.name)
+        if self.received.is_cuda:  # it may be of another stream, which could reuse its memory
+            self.received.record_stream(torch.cuda.current_stream(self.received.device))
         self.timer.last = time.perf_counter()
         self.timer.exposed += self.timer.last - began
         return self.received if self.finish is None else self.finish(self.received)

@@ -33,7 +33,7 @@ from horovod_topk.torch_training import steps
 from horovod_topk.torch_training.collective import GroupCollective
 from horovod_topk.torch_training.gradients import Slot, any_applied
 from horovod_topk.torch_training.state import TrainingCompressor, TrainingState, inherit
-from horovod_topk.torch_training.tracing import untraced
+from horovod_topk.torch_training.tracing import refuse_recording, untraced
 
 ATTACH = (
     "Attach the compressor again with the optimizer that steps from now on, before backward(); "
@@ -269,6 +269,7 @@ class BackwardHooks(steps.Hooks):
     def launch(self, ordinal: int) -> None:
         """Compress a complete bucket and start its exchange."""
         gradients = self.buckets.ready(ordinal)
+        refuse_recording("the exchange of gradients", gradients[0].device)
         if self.preprocessing is not None:
             self.preprocess(ordinal, gradients)
         self.compressor.launch(ordinal, gradients)

@@ -24,7 +24,7 @@ from horovod_topk.torch_training.gradients import local, part_of, spec_of
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 from horovod_topk.torch_training.optimizer_settings import has_hooks
 from horovod_topk.torch_training.state import TrainingCompressor, live_states
-from horovod_topk.torch_training.tracing import untraced
+from horovod_topk.torch_training.tracing import refuse_recording, untraced
 
 log = logging.getLogger("horovod_topk")
 
@@ -244,6 +244,7 @@ class LocalSteps(Optimizer):
     def _begins(self, closure: Any) -> bool:
         """Whether training has begun: not before the first gradient. Takes the anchors then."""
         self._counter.note_counted()
+        refuse_recording("LocalSteps.step()", next(iter(self._names)).device)
         state = self._topkef
         if state.is_new and closure is None and not self._has_gradient():
             return False

@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from horovod_topk.torch_training import optimizer_settings as settings
 from horovod_topk.torch_training.gradients import Buckets, Use
 from horovod_topk.torch_training.own_steps import OwnSteps
 from horovod_topk.torch_training.preprocessing import Preprocessing, UnknownScaler
-from horovod_topk.torch_training.tracing import untraced
+from horovod_topk.torch_training.tracing import refuse_recording, untraced
 from horovod_topk.torch_training.updates import Updates, applies_nothing
 
 log = logging.getLogger("horovod_topk")
@@ -156,6 +157,8 @@ class Hooks(abc.ABC):
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Check a step before it runs; returns the arguments that the step gets instead."""
         self._undo()
+        for slot in islice(self.buckets.slots.values(), 1):
+            refuse_recording("the optimizer's step", slot.kind[2])
         self.check_before(optimizer, args, kwargs)
         self._check_scaler(optimizer)
         momentum = self.compressor.plan.config.momentum

@@ -38,8 +38,13 @@ class OnGpu(Tensor):
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
 
+    used_on: Any = None  # the last stream of `record_stream`
+
     def get_device(self) -> int:
         return 0
+
+    def record_stream(self, stream: Any) -> None:
+        self.used_on = stream
 
 
 def on_gpu(tensor: Tensor) -> Tensor:
@@ -53,11 +58,19 @@ class Watch:
     def __init__(self) -> None:
         self.launched, self.waited, self.taken = Counter[str](), Counter[str](), Counter[str]()
         self.counts = False
+        self.sent: list[Tensor] = []  # memory that collectives under way read
 
     def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         """Stands for `horovod_topk.kernels.triton.launching.launch`."""
+        self.check_sent(kernel.fn.__name__, arguments)
         if self.counts:
             self.launched[kernel.fn.__name__] += 1
+
+    def check_sent(self, name: str, arguments: Any) -> None:
+        """Fail if what is launched may write to memory that a collective reads."""
+        sent = {each.untyped_storage().data_ptr() for each in self.sent}
+        given = [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
+        assert not sent & {each.untyped_storage().data_ptr() for each in given}, name
 
     @contextmanager
     def counting(self, launched: Counter[str] | None = None) -> Iterator[None]:
@@ -119,6 +132,8 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if func._schema.is_mutable:
+            self._watch.check_sent(func._schema.name, given)
         is_of_host = given and not any(isinstance(each, OnGpu) for each in given)
         if self._watch.counts and not is_of_host:
             self._note(func, given, [e for e in tree_leaves(found) if isinstance(e, Tensor)])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,29 +24,40 @@ from horovod_topk.cli.compare.simulated import exchanges
 from horovod_topk.cli.models import specs_of
 from horovod_topk.core.exchange.loopback import Loopback
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
+from horovod_topk.core.run.timing import StepTimer
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch_training import collective
 from horovod_topk.torch_training.updates import Updates, moments
 from horovod_topk.updates.tracker import Rule, Tracker
 
 RANKS, BUCKETS = 2, 5
 PHASES = "encode", "sums of owners", "decode and commit", "update"
-receive = Loopback.receive
+post, receive = Loopback.post, Loopback.receive
 
 
 @pytest.fixture
 def watch(fake_gpu: Watch, monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Watch a step whose collectives, in place of NCCL's, are not counted.
 
-    What they receive is never where it was in another step.
+    What they receive is never where it was in another step. While one is under way, the first rank
+    launches nothing that writes to what it sends.
     """
     kept = list[Tensor]()
 
-    def received(*arguments: Any) -> Tensor:
+    def posted(network: Any, rank: int, name: str, payload: Tensor) -> Any:
+        if rank == 0:
+            fake_gpu.sent.append(payload)
+        return post(network, rank, name, payload)
+
+    def received(network: Any, rank: int, key: Any, joined: Any) -> Tensor:
         with fake_gpu.pausing():
-            kept.append(receive(*arguments))
+            if rank == 0:  # what was posted first arrives first
+                fake_gpu.sent.pop(0)
+            kept.append(receive(network, rank, key, joined))
         return kept[-1]
 
+    monkeypatch.setattr(Loopback, "post", posted)
     monkeypatch.setattr(Loopback, "receive", received)
     return fake_gpu
 
@@ -170,6 +182,29 @@ def test_a_learning_rate_that_falls_takes_two_launches_more_for_each_bucket(
     assert sum(found["aten::_foreach_mul_"] for found in seen.values()) == 2 * BUCKETS, str(seen)
     added = sum(found.total() for found in seen.values())
     assert added == sum(documented("`TopKEF()`, SGD with momentum").values()) + 2 * BUCKETS + 1
+
+
+def test_memory_is_not_used_again_before_the_stream_that_has_waited_for_it_is_done(
+    fake_gpu: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been taken on another stream, such as FSDP2's for reductions."""
+    received, streams = on_gpu(torch.zeros(4)), iter(["reduces", "steps"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *of: next(streams))
+    for stream in ("reduces", "steps"):
+        work = SimpleNamespace(wait=lambda: None)
+        pending = collective._Pending(work, received, received, StepTimer(), None, "gathered")
+        assert pending.wait() is received and received.used_on == stream
+
+
+@needs_triton
+def test_a_write_to_what_a_collective_reads_is_seen(fake_gpu: Watch) -> None:
+    payload = on_gpu(torch.zeros(4))
+    fake_gpu.sent.append(payload)
+    payload.sum()
+    with pytest.raises(AssertionError, match="aten::add_"):
+        payload[1:].add_(1)
+    with pytest.raises(AssertionError, match="pack"):
+        fake_gpu.launch(SimpleNamespace(fn=SimpleNamespace(__name__="pack")), payload)
 
 
 def planted() -> dict[str, Callable[[Tensor], Any]]:

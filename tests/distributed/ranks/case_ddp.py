@@ -27,6 +27,7 @@ from horovod_topk.errors import (
     UnsupportedDtypeError,
     UnsupportedOperationError,
 )
+from horovod_topk.torch_training import in_backward, steps
 from horovod_topk.torch_training.state import live_states
 from plain import PlainTopKEF as TopKEF
 from training import Setup, Task, noise
@@ -392,6 +393,24 @@ def test_joining_is_refused() -> None:
     _, optimizer = Setup().start(TopKEF(**SPARSE))
     with pytest.raises(UnsupportedOperationError, match=r"join\(\) was called"):
         optimizer.ddp.join()
+
+
+@pytest.mark.parametrize("module", [in_backward, steps], ids=["backward", "step"])
+def test_a_step_is_not_recorded_in_a_cuda_graph(module: Any) -> None:
+    """Nothing has changed, and training goes on. The capture is a pretence: this is a CPU."""
+    task, optimizer = Setup().start(TopKEF(**SPARSE))
+    take(optimizer.ddp, optimizer, 0)
+    with (
+        nothing_changes(task, optimizer),
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(UnsupportedOperationError, match=r"CUDA graph.*make_graphed_callables"),
+    ):
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        refuse, gpu = module.refuse_recording, torch.device("cuda", 0)
+        patch.setattr(module, "refuse_recording", lambda what, device: refuse(what, gpu))
+        take(optimizer.ddp, optimizer, 1)
+    take(optimizer.ddp, optimizer, 1)
+    assert_ranks_equal(task.parameters())
 
 
 # Another optimizer for the same model.
