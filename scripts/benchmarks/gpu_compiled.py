@@ -1,7 +1,8 @@
 """Compiles the Triton kernels ahead of time: registers, spilled bytes, and accesses of each.
 
 It needs Triton, which brings NVIDIA's assembler, and no GPU. Constants are those of a large bucket
-with the default geometry. It writes docs/results/gpu.json and docs/gpu.md.
+with the default geometry. What kernels move is counted by `gpu_traffic`, in a process of its own. It
+writes docs/results/gpu.json and docs/gpu.md.
 
     python scripts/bench.py gpu_compiled
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +27,12 @@ from tqdm import tqdm
 
 from horovod_topk.kernels.triton.topk import tables
 from horovod_topk.kernels.triton.topk.tables import Geometry
+from benchmarks.gpu_traffic import COPIED
 from pages import RESULTS, Values, write
 from pages.markdown import table
 
+SCRIPTS = Path(__file__).parents[1]
+ENCODES = "stream", "narrow", "scatter", "pack"
 GENERATIONS = {80: "A100", 90: "H100, H200", 100: "B200"}  # GPUs by compute capability
 ACCESSES = {"loads": "ld", "stores": "st", "atomic": "red"}  # instructions of PTX by name
 BFLOAT16, FLOAT32, MIXED = 1, 2, 3  # dtypes of a bucket's gradients, as kernels number them
@@ -175,11 +181,48 @@ def values(found: dict[str, Any]) -> Values:
         for generation in map(str, GENERATIONS):
             row += [str(each[generation][kind]) for kind in ("registers", "spilled")]
         rows.append([*row, *(str(each[generation][name]) for name in ACCESSES)])
+    sizes = found["traffic"]["sizes"]
     return {
         "compiled": table([*shown, *ACCESSES], rows),
+        "traffic": table(*moved(found["traffic"]["moved"])),
+        "of_a_copy": " and ".join(
+            f"{least / COPIED[name]:.1f} ({name})"
+            for name, least in least_of_encode(found["traffic"]["moved"]).items()
+        ),
+        "sizes": ", ".join(f"{size:,}" for size in sizes[:-1]) + f" and {sizes[-1]:,}",
+        "ranks": str(found["traffic"]["ranks"]),
         "triton": found["triton"],
         "date": found["date"],
     }
+
+
+def least_of_encode(counts: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes at different addresses that an encode moves for an element, by way to select."""
+    return {
+        name: sum(least for kernel, (least, _) in own.items() if kernel in ENCODES)
+        for name, own in counts.items()
+    }
+
+
+def moved(counts: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The heads and rows of the table of what kernels move."""
+    ways = list(counts)
+    heads = ["kernel"]
+    for way in ways:
+        heads += [f"{way}: at least", "in all"]
+    rows = [
+        [f"`{kernel}`", *(f"{n:.2f}" for way in ways for n in counts[way][kernel])]
+        for kernel in counts[ways[0]]
+    ]
+    return heads, rows
+
+
+def traffic() -> Any:
+    """Count what kernels move, under the interpreter, which is chosen before Triton is imported."""
+    command = [sys.executable, str(SCRIPTS / "bench.py"), "gpu_traffic"]
+    settings = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -190,7 +233,8 @@ def main(arguments: Sequence[str]) -> int:
         each = {str(generation): counted(build, generation) for generation in GENERATIONS}
         found.append({"name": build.name, "warps": build.warps, **each})
     date = time.strftime("%Y-%m-%d")
-    results = {"triton": metadata.version("triton"), "date": date, "kernels": found}
+    results: dict[str, Any] = {"triton": metadata.version("triton"), "date": date}
+    results |= {"kernels": found, "traffic": traffic()}
     (RESULTS / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
     write("gpu")
     return 0
