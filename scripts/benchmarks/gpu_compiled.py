@@ -1,7 +1,7 @@
 """Compiles the Triton kernels ahead of time: registers, spilled bytes, and accesses of each.
 
 It needs Triton, which brings NVIDIA's assembler, and no GPU. Constants are those of a large bucket
-with the default geometry. What kernels move is counted by `gpu_traffic`, in a process of its own. It
+with the default geometry. `gpu_traffic` counts what kernels move, in a process of its own. This
 writes docs/results/gpu.json and docs/gpu.md.
 
     python scripts/bench.py gpu_compiled
@@ -25,9 +25,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.gpu_traffic import COPIED
 from horovod_topk.kernels.triton.topk import tables
 from horovod_topk.kernels.triton.topk.tables import Geometry
-from benchmarks.gpu_traffic import COPIED
 from pages import RESULTS, Values, write
 from pages.markdown import table
 

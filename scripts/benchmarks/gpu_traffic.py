@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,7 @@ def counted() -> Iterator[Traffic]:
     """Count what the kernels of a bucket access."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from horovod_topk.kernels.triton.topk import bucket
-
+    bucket: Any = import_module("horovod_topk.kernels.triton.topk.bucket")
     traffic, builder, launch = Traffic(), InterpreterBuilder, bucket.launch
     load, store = builder.create_masked_load, builder.create_masked_store
     add = builder.create_atomic_rmw
@@ -100,8 +100,9 @@ def traffic_of(*, weighed: bool) -> dict[str, list[float]]:
     from horovod_topk.kernels.triton.topk.bucket import TritonBucket
 
     specs = [TensorSpec(str(i), (n,), "float32", "cpu") for i, n in enumerate(SIZES)]
-    (bucket,) = make_plan(specs, TopK(values="int4")).buckets
-    kernel = TritonBucket(bucket.config.recipe(bucket), "cpu")
+    method = TopK(values="int4")
+    (bucket,) = make_plan(specs, method).buckets
+    kernel = TritonBucket(method.recipe(bucket), "cpu")
     payload = PayloadCodec(TorchOps(kernels=False)).new_payload(bucket)
     drawn = torch.Generator().manual_seed(0)
 
