@@ -33,7 +33,8 @@ from pages.markdown import table
 
 SCRIPTS = Path(__file__).parents[1]
 ENCODES = "stream", "narrow", "scatter", "pack"
-GENERATIONS = {80: "A100", 90: "H100, H200", 100: "B200"}  # GPUs by compute capability
+# GPUs by compute capability, and AMD's by the name of their architecture.
+GENERATIONS = {"80": "A100", "90": "H100, H200", "100": "B200", "gfx942": "MI300X"}
 ACCESSES = {"loads": "ld", "stores": "st", "atomic": "red"}  # instructions of PTX by name
 BFLOAT16, FLOAT32, MIXED = 1, 2, 3  # dtypes of a bucket's gradients, as kernels number them
 VALUES = {
@@ -78,8 +79,8 @@ class Build:
     other: str = "*i32"  # the type of arguments that `types` does not name
     constants: Mapping[str, Any] = field(default_factory=dict)
 
-    def compiled(self, generation: int) -> Any:
-        """Return the kernel's text and binary code by kind, for a compute capability.
+    def compiled(self, generation: str) -> Any:
+        """Return the kernel's text and binary code by kind, for one of `GENERATIONS`.
 
         Arrays begin at multiples of 16 bytes, as those of PyTorch do.
         """
@@ -98,7 +99,9 @@ class Build:
         }
         source = ASTSource(self.kernel, signature, dict(self.constants), aligned)
         options = {"num_warps": self.warps, "enable_fp_fusion": False}
-        target = GPUTarget("cuda", generation, 32)
+        target = GPUTarget("hip", generation, 64)
+        if generation.isdigit():
+            target = GPUTarget("cuda", int(generation), 32)
         return triton.compile(source, target=target, options=options).asm
 
 
@@ -150,6 +153,9 @@ def resources(code: Any) -> tuple[int, int]:
     """Return a thread's registers, and the bytes that it spills to memory of its own."""
     from triton import knobs
 
+    if "amdgcn" in code:
+        found = dict(re.findall(r"\.vgpr(\w*)_count: +(\d+)", code["amdgcn"]))
+        return int(found[""]), 4 * int(found["_spill"])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(code["cubin"])
@@ -159,15 +165,13 @@ def resources(code: Any) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def counted(build: Build, generation: int) -> dict[str, int]:
+def counted(build: Build, generation: str) -> dict[str, int]:
     """Compile a kernel, and count what it needs."""
     code = build.compiled(generation)
     registers, spilled = resources(code)
-    return {
-        "registers": registers,
-        "spilled": spilled,
-        **{name: code["ptx"].count(f"{kind}.global.") for name, kind in ACCESSES.items()},
-    }
+    text = code.get("ptx", "")
+    accesses = {name: text.count(f"{kind}.global.") for name, kind in ACCESSES.items() if text}
+    return {"registers": registers, "spilled": spilled, **accesses}
 
 
 def values(found: dict[str, Any]) -> Values:
@@ -178,9 +182,9 @@ def values(found: dict[str, Any]) -> Values:
     rows = []
     for each in found["kernels"]:
         row = [f"`{each['name']}`", str(each["warps"])]
-        for generation in map(str, GENERATIONS):
+        for generation in GENERATIONS:
             row += [str(each[generation][kind]) for kind in ("registers", "spilled")]
-        rows.append([*row, *(str(each[generation][name]) for name in ACCESSES)])
+        rows.append([*row, *(str(each["100"][name]) for name in ACCESSES)])
     sizes = found["traffic"]["sizes"]
     return {
         "compiled": table([*shown, *ACCESSES], rows),
@@ -230,7 +234,7 @@ def main(arguments: Sequence[str]) -> int:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args(arguments)
     found = []
     for build in tqdm([*of_buckets([*VALUES], FLOAT32), *of_lists()], disable=None):
-        each = {str(generation): counted(build, generation) for generation in GENERATIONS}
+        each = {generation: counted(build, generation) for generation in GENERATIONS}
         found.append({"name": build.name, "warps": build.warps, **each})
     date = time.strftime("%Y-%m-%d")
     results: dict[str, Any] = {"triton": metadata.version("triton"), "date": date}

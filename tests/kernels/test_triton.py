@@ -588,7 +588,7 @@ def compile_all(kind: int, third: int, tmp_path: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = [*gpu_compiled.VALUES][kind == gpu_compiled.FLOAT32 :: 2]
     for build in [*gpu_compiled.of_buckets(names, kind)][third::3]:
-        found = build.compiled(90)
+        found = build.compiled("90")
         ptx = found["ptx"]
         assert ".ftz" not in ptx and "fma." not in ptx and "div.full" not in ptx
         assert gpu_compiled.resources(found)[1] == 0

@@ -352,17 +352,18 @@ def sides(
 
 
 @pytest.mark.one_in(2, first=1)
-@pytest.mark.parametrize("generation", [80, 90])
-def compile_lists(generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("generation", ["80", "90", "gfx942"])
+def compile_lists(generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormals survive, each operation is correctly rounded, and no register is spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for build in gpu_compiled.of_lists():
         found = build.compiled(generation)
-        ptx = found["ptx"]
-        assert ".ftz" not in ptx and "fma." not in ptx
-        assert not any(rough in ptx for rough in ("div.full", "div.approx", "sqrt.approx"))
         registers, spilled = gpu_compiled.resources(found)
-        assert registers * 32 * build.warps <= 65_536 and not spilled
+        assert not spilled
+        if ptx := found.get("ptx", ""):
+            assert registers * 32 * build.warps <= 65_536
+            rough = ".ftz", "fma.", "div.full", "div.approx", "sqrt.approx"
+            assert not any(each in ptx for each in rough)
 
 
 def test_kernels_assign_to_flat_tuples() -> None:
