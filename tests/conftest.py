@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from oracle.examples import PART, load
@@ -39,6 +41,7 @@ with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
 BEGAN = pytest.StashKey[float]()
+OF_TOOLS = r"^pytestmark = .*pytest\.mark\.tools\b"  # the whole file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +57,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[BEGAN] = time.monotonic()
     load(config.getoption("--tier"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spare the fast tier the imports of files that have none of its tests."""
+    if config.getoption("--tier") != "fast" or collection_path.suffix != ".py":
+        return None
+    return re.search(OF_TOOLS, collection_path.read_text(), re.M) is not None or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
