@@ -731,6 +731,11 @@ def test_what_is_no_pair_and_what_cannot_be_copied() -> None:
     for given in (model, model.parameters()):
         with pytest.raises(ConfigError, match=r"named_parameters=model.named_parameters\(\)"):
             LocalSteps(inner, given, collective=None)
+    bias, other = [("bias", model.bias)], [("bias", model.weight)]
+    for named in ({"named_parameters": bias + other}, {"named_buffers": bias + other}):
+        with pytest.raises(ConfigError, match=r"'bias': named_.* has two tensors of this name"):
+            settings = {"named_parameters": model.named_parameters(), "collective": None, **named}
+            LocalSteps(inner, **settings)
     optimizer = LocalSteps(inner, model.named_parameters(), collective=None)
     for duplicate in (copy.deepcopy, pickle.dumps):
         with pytest.raises(UnsupportedOperationError, match="make LocalSteps of them"):
