@@ -9,7 +9,7 @@ After an inner step a fragment's exchange may start, and another one's may end:
     go on        w = x; after a delay w = alpha w + (1 - alpha) x
 
 A NaN or an infinity on any rank rolls the round back on every rank: anchor, momentum and residuals
-stay bitwise as they were, and w = x.
+stay bitwise as they were, and w = x; so do other fragments where a rank's weights are not finite.
 """
 
 from __future__ import annotations
@@ -246,7 +246,9 @@ class Rounds(Generic[Array]):
                 self.config.steps or fragment.told.own[0],
             )
             self._weights.recover()
-            self._go_on(fragment, 0.0)
+            for each in self.fragments:
+                if each is fragment or not self._is_finite(each):
+                    self._go_on(each, 0.0)
             return False
         runner.decay_residuals(self.config.decay)
         heard = fragment.told.heard
@@ -277,6 +279,11 @@ class Rounds(Generic[Array]):
                 else:
                     new = first_anchor(x, d, outer)
                 ops.assign(x, new)
+
+    def _is_finite(self, fragment: Fragment[Array]) -> bool:
+        """Whether this rank's weights are. Others would bring a NaN back in the next gradients."""
+        moved = (self._weights.moved(name, fragment.anchor(name)) for name in fragment.names)
+        return all(math.isfinite(self._ops.norm(each)) for each in moved)
 
     def _go_on(self, fragment: Fragment[Array], alpha: float) -> None:
         for name in fragment.names:

@@ -328,6 +328,27 @@ def test_a_movement_that_is_not_finite_leaves_no_trace(setting: str) -> None:
     assert all(bool(each.isfinite().all()) for each in found[0])
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_nan_leaves_no_fragment_that_brings_it_back(delay: int) -> None:
+    """A NaN in any weight is in all gradients of the next step, as in most models."""
+
+    def train(number: int, collective: Any) -> int:
+        settings = {"every": 4, "fragments": 2, "delay": delay, "compression": TopKEF(**SMALL)}
+        rank = Rank(number, collective, **settings)
+        for step in range(40):
+            every = torch.stack([p.detach().sum() for p in rank.weights.values()]).sum()
+            for p in rank.weights.values():
+                p.grad = torch.ones_like(p) + 0.0 * every
+            if (number, step) == (1, 5):
+                rank.weights["head"].grad.fill_(torch.nan)  # type: ignore[union-attr]
+            rank.optimizer.step()
+        assert all(bool(p.isfinite().all()) for p in rank.weights.values())
+        rolled_back: int = rank.state.stats().rolled_back
+        return rolled_back
+
+    assert max(run(2, train)) <= 2
+
+
 def test_ranks_count_by_their_number_of_steps() -> None:
     """With seconds, a rank that has taken three times as many steps counts three times."""
 
