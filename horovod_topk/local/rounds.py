@@ -147,11 +147,16 @@ class Rounds(Generic[Array]):
             self._round(started)
         return started
 
-    def synchronize(self) -> None:
-        """Exchange all that ranks have moved since, and go on with equal weights. A collective."""
-        late = [self.fragments[p] for p in self.config.under_way(self.steps - self.origin)]
-        self._end(late)
-        self._round([each for each in self.fragments if each.since or each in late])
+    def standing(self) -> list[tuple[int, bool]]:
+        """For each fragment: exchanges that have started, and whether this rank has moved since."""
+        late = self.config.under_way(self.steps - self.origin)
+        each = enumerate(self.fragments)
+        return [(f.runner.ended + bool(f.moved), f.since > 0 or p in late) for p, f in each]
+
+    def synchronize(self, moved: Sequence[bool]) -> None:
+        """Exchange the fragments that some rank has moved since, and go on with equal weights."""
+        self._end([self.fragments[p] for p in self.config.under_way(self.steps - self.origin)])
+        self._round([each for each, has in zip(self.fragments, moved, strict=True) if has])
         self._restart()
 
     def settle(self) -> None:

@@ -349,6 +349,37 @@ def test_a_nan_leaves_no_fragment_that_brings_it_back(delay: int) -> None:
     assert max(run(2, train)) <= 2
 
 
+@pytest.mark.parametrize("settings", [{}, {"fragments": 2}, {"fragments": 2, "delay": 2}], ids=str)
+def test_ranks_synchronize_after_different_numbers_of_steps(settings: dict[str, Any]) -> None:
+    """The data of ranks may differ by some examples: one rank has moved, another one has not."""
+
+    def train(number: int, collective: Any) -> list[Tensor]:
+        rank = Rank(number, collective, every=4, **settings, compression=TopKEF(**SMALL))
+        for _ in range(8 + number):
+            rank.step()
+        rank.optimizer.synchronize()
+        rank.optimizer.synchronize()
+        for _ in range(5):
+            rank.step()
+        rank.optimizer.synchronize()
+        return rank.snapshot()
+
+    assert same(*run(3 if not settings else 2, train))
+
+
+def test_ranks_that_synchronize_after_different_numbers_of_rounds_are_named() -> None:
+    def train(number: int, collective: Any) -> Any:
+        rank = Rank(number, collective, every=3)
+        for _ in range(4):
+            rank.step()
+        if number == 1:  # as if it had taken part in a round without rank 0
+            rank.state._runners[0].rolled_back += 1
+        with pytest.raises(PlanMismatchError, match="0 after 1 exchanges, on rank 1 after 2"):
+            rank.optimizer.synchronize()
+
+    run(2, train)
+
+
 def test_ranks_count_by_their_number_of_steps() -> None:
     """With seconds, a rank that has taken three times as many steps counts three times."""
 
