@@ -9,7 +9,7 @@ After an inner step a fragment's exchange may start, and another one's may end:
     go on        w = x; after a delay w = alpha w + (1 - alpha) x
 
 A NaN or an infinity on any rank rolls the round back on every rank: anchor, momentum and residuals
-stay bitwise as they were, and w = x.
+stay bitwise as they were, and w = x; so do other fragments where a rank's weights are not finite.
 """
 
 from __future__ import annotations
@@ -147,11 +147,16 @@ class Rounds(Generic[Array]):
             self._round(started)
         return started
 
-    def synchronize(self) -> None:
-        """Exchange all that ranks have moved since, and go on with equal weights. A collective."""
-        late = [self.fragments[p] for p in self.config.under_way(self.steps - self.origin)]
-        self._end(late)
-        self._round([each for each in self.fragments if each.since or each in late])
+    def standing(self) -> list[tuple[int, bool]]:
+        """For each fragment: exchanges that have started, and whether this rank has moved since."""
+        late = self.config.under_way(self.steps - self.origin)
+        each = enumerate(self.fragments)
+        return [(f.runner.ended + bool(f.moved), f.since > 0 or p in late) for p, f in each]
+
+    def synchronize(self, moved: Sequence[bool]) -> None:
+        """Exchange the fragments that some rank has moved since, and go on with equal weights."""
+        self._end([self.fragments[p] for p in self.config.under_way(self.steps - self.origin)])
+        self._round([each for each, has in zip(self.fragments, moved, strict=True) if has])
         self._restart()
 
     def settle(self) -> None:
@@ -246,7 +251,9 @@ class Rounds(Generic[Array]):
                 self.config.steps or fragment.told.own[0],
             )
             self._weights.recover()
-            self._go_on(fragment, 0.0)
+            for each in self.fragments:
+                if each is fragment or not self._is_finite(each):
+                    self._go_on(each, 0.0)
             return False
         runner.decay_residuals(self.config.decay)
         heard = fragment.told.heard
@@ -277,6 +284,11 @@ class Rounds(Generic[Array]):
                 else:
                     new = first_anchor(x, d, outer)
                 ops.assign(x, new)
+
+    def _is_finite(self, fragment: Fragment[Array]) -> bool:
+        """Whether this rank's weights are. Others would bring a NaN back in the next gradients."""
+        moved = (self._weights.moved(name, fragment.anchor(name)) for name in fragment.names)
+        return all(math.isfinite(self._ops.norm(each)) for each in moved)
 
     def _go_on(self, fragment: Fragment[Array], alpha: float) -> None:
         for name in fragment.names:

@@ -164,29 +164,16 @@ class Preset:
     method: str
     compression: Mapping[str, Any]
     settings: Mapping[str, Any]
-    source: str
 
 
 PRESETS: Mapping[str, Preset] = {
-    "local_sgd": Preset(
-        "Dense",
-        {},
-        {"every": 8, "outer": Outer()},
-        "Stich 2018 (Local SGD Converges Fast and Communicates Little), arXiv 1805.09767",
-    ),
-    "diloco": Preset(
-        "Dense",
-        {},
-        {"every": 30, "outer": Outer(lr=0.7, momentum=0.9)},
-        "Douillard et al. 2023 (DiLoCo), arXiv 2311.08105; every=30 as in 2503.09799",
-    ),
-    "sparseloco": Preset(
-        "TopKEF",
-        {"ratio": 1 / 64, "values": "int2", "momentum": 0},
-        {"every": 30, "outer": Outer(), "decay": 0.95},
-        "Sarfi et al. 2025 (SparseLoCo), arXiv 2508.15706; here k is taken of each tensor, and not "
-        "of each chunk of 4,096 elements",
-    ),
+    # Stich 2018 (Local SGD Converges Fast and Communicates Little), arXiv 1805.09767
+    "local_sgd": Preset("Dense", {}, {"every": 8, "outer": Outer()}),
+    # Douillard et al. 2023 (DiLoCo), arXiv 2311.08105; every=30 as in 2503.09799
+    "diloco": Preset("Dense", {}, {"every": 30, "outer": Outer(lr=0.7, momentum=0.9)}),
+    # Sarfi et al. 2025 (SparseLoCo), arXiv 2508.15706; here k is taken of each tensor, and not of
+    # each chunk of 4,096 elements
+    "sparseloco": Preset("TopKEF", USUAL, {"every": 30, "outer": Outer(), "decay": 0.95}),
 }
 
 

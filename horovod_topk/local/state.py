@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import struct
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ from horovod_topk.ops import Ops
 log = logging.getLogger("horovod_topk")
 
 Array = TypeVar("Array")
+
+STANDING = struct.Struct("<Q?")  # `Rounds.standing` of a fragment
 
 _LIVE: weakref.WeakSet[LocalState[Any]] = weakref.WeakSet()
 
@@ -166,8 +169,25 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
     def synchronize(self) -> None:
         """Give all ranks equal weights and averages. A collective: call it on every rank."""
         if self.rounds.has_begun:
-            self.rounds.synchronize()
+            self.rounds.synchronize(self._moved())
             self._exchange_averages()
+
+    def _moved(self) -> list[bool]:
+        """For each fragment: whether some rank has moved since its last exchange. A collective."""
+        own = b"".join(STANDING.pack(*each) for each in self.rounds.standing())
+        name = f"{self.name}.synchronize"
+        said = gather_bytes(own, name, self._ops, self._collective, patient=True)
+        by_rank = [[*STANDING.iter_unpack(each)] for each in said]
+        started = [sum(count for count, _ in each) for each in by_rank]
+        other = next((rank for rank, count in enumerate(started) if count != started[0]), None)
+        if other is not None:
+            raise PlanMismatchError(
+                f"synchronize() was called on rank 0 after {started[0]} exchanges, on rank {other} "
+                f"after {started[other]}",
+                cure="Take equal numbers of steps on all ranks or, with every= in seconds, train "
+                "until `rounds` has reached a number",
+            )
+        return [any(moved for _, moved in each) for each in zip(*by_rank, strict=True)]
 
     def _exchange_averages(self) -> None:
         if self.averages is not None:

@@ -88,8 +88,8 @@ class VariablesState(LocalState[Array]):
 
     framework, runner = "tensorflow", EagerRunner
     broadcast = (
-        "hvd.broadcast_variables(model.variables, root_rank=0) before LocalSteps is made; in fit, "
-        "put BroadcastGlobalVariablesCallback before LocalSteps"
+        "hvd.broadcast_variables([v.value for v in model.weights], root_rank=0) before LocalSteps "
+        "is made (tf-keras: model.weights); in fit, put BroadcastGlobalVariablesCallback before it"
     )
 
     def __init__(self, variables: Mapping[str, Any], *settings: Any) -> None:

@@ -43,7 +43,7 @@ from horovod_topk.errors import PlanMismatchError
 
 # all_gather_single is the name since PyTorch 2.13 of all_gather_into_tensor.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_CAME = b"\0"  # what a rank says begins so if it has come to a meeting
+_CAME = b"\0"  # what a rank says begins so if it has come to a meeting, and its name ends so
 _PATIENCE = timedelta(seconds=2)  # between two looks for a meeting
 # Number of meetings so far.
 _MET = weakref.WeakKeyDictionary[dist.ProcessGroup, int]()
@@ -254,7 +254,7 @@ class Meeting:
 
     def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """`Meets.meet`."""
-        self._post(_CAME + data)
+        self._post(_CAME + name.encode() + _CAME + data)
         wait_until(lambda: not self._missing(), name, self._rank, self._missing, patient=patient)
         said = list(map(self._said, self._ranks))
         self._leave()
@@ -262,8 +262,16 @@ class Meeting:
         if elsewhere:
             came = [rank for rank in self._ranks if rank not in elsewhere]
             raise _parted(came, elsewhere[0], said[elsewhere[0]].decode())
-        rows = b"".join(each[1:] for each in said)
-        return in_rows(rows, len(data), len(said), self._rank)
+        rows = [each[1:].split(_CAME, 1) for each in said]
+        other = next((rank for rank, (own, _) in enumerate(rows) if own != rows[0][0]), None)
+        if other is not None:
+            raise PlanMismatchError(
+                f"rank 0 meets the others in {rows[0][0].decode()!r}, rank {other} in "
+                f"{rows[other][0].decode()!r}",
+                cure="Do the same on all ranks, and with several optimizers in the same order",
+            )
+        rest = b"".join(own for _, own in rows)
+        return in_rows(rest, len(data), len(said), self._rank)
 
     def wait_for(self, work: Any, name: str) -> None:
         """Wait for a collective, a `dist.Work` of this name.
@@ -321,8 +329,8 @@ class Meeting:
 def _parted(came: Sequence[int], rank: int, name: str) -> PlanMismatchError:
     """The error where some ranks meet, and another one waits for a collective."""
     return PlanMismatchError(
-        f"rank {', '.join(map(str, came))} has loaded or reset a state, called set_ratio() or made "
-        f"another number of steps, alone: rank {rank} has not, and waits for the payloads of "
-        f"{name!r}",
+        f"rank {', '.join(map(str, came))} has loaded or reset a state, called set_ratio(), "
+        f"begin() or synchronize(), or made another number of steps, alone: rank {rank} has not, "
+        f"and waits for the payloads of {name!r}",
         cure=CURE,
     )

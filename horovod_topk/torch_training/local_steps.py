@@ -138,9 +138,9 @@ class LocalSteps(Optimizer):
         self._inner = optimizer
         _check_inner(optimizer)
         compressor, self._config = chosen(preset, compression, settings, self.compressors)
-        self._names = {p: name for name, p in _named(named_parameters, "named_parameters")}
+        self._names = {p: name for name, p in _named(named_parameters, "named_parameters").items()}
         trained, buffers = self._trained(), _named(named_buffers, "named_buffers")
-        beside = {f"buffer {n}": b for n, b in buffers if b.is_floating_point()}
+        beside = {f"buffer {n}": b for n, b in buffers.items() if b.is_floating_point()}
         device = "cpu" if offload else None
         specs = [_wide_spec(name, p, device) for name, p in trained.items()]
         weights = TorchWeights(trained | beside, optimizer)
@@ -382,14 +382,21 @@ def _after_inner_step(optimizer: Any, *_: Any) -> None:
     _COUNTERS[optimizer].uncounted += 1
 
 
-def _named(pairs: Any, setting: str) -> list[tuple[str, Tensor]]:
-    """The pairs of a setting, checked."""
-    found: list[Any] = [pairs] if isinstance(pairs, torch.nn.Module) else [*pairs]
-    for each in found:
+def _named(pairs: Any, setting: str) -> dict[str, Tensor]:
+    """The tensors of a setting by name, checked."""
+    found: dict[str, Tensor] = {}
+    for each in [pairs] if isinstance(pairs, torch.nn.Module) else pairs:
         if not (isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)):
             raise ConfigError(
                 f"{setting} has a {type(each).__name__} in the place of a name and a tensor",
                 cure=f"Pass {setting}=model.{setting}()",
+            )
+        name, tensor = each
+        if found.setdefault(name, tensor) is not tensor:
+            raise ConfigError(
+                f"{setting} has two tensors of this name",
+                tensor=name,
+                cure=f"Give those of several models prefixes: model.{setting}(prefix='encoder')",
             )
     return found
 

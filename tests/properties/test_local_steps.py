@@ -328,6 +328,58 @@ def test_a_movement_that_is_not_finite_leaves_no_trace(setting: str) -> None:
     assert all(bool(each.isfinite().all()) for each in found[0])
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_nan_leaves_no_fragment_that_brings_it_back(delay: int) -> None:
+    """A NaN in any weight is in all gradients of the next step, as in most models."""
+
+    def train(number: int, collective: Any) -> int:
+        settings = {"every": 4, "fragments": 2, "delay": delay, "compression": TopKEF(**SMALL)}
+        rank = Rank(number, collective, **settings)
+        for step in range(40):
+            every = torch.stack([p.detach().sum() for p in rank.weights.values()]).sum()
+            for p in rank.weights.values():
+                p.grad = torch.ones_like(p) + 0.0 * every
+            if (number, step) == (1, 5):
+                rank.weights["head"].grad.fill_(torch.nan)  # type: ignore[union-attr]
+            rank.optimizer.step()
+        assert all(bool(p.isfinite().all()) for p in rank.weights.values())
+        rolled_back: int = rank.state.stats().rolled_back
+        return rolled_back
+
+    assert max(run(2, train)) <= 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"fragments": 2}, {"fragments": 2, "delay": 2}], ids=str)
+def test_ranks_synchronize_after_different_numbers_of_steps(settings: dict[str, Any]) -> None:
+    """The data of ranks may differ by some examples: one rank has moved, another one has not."""
+
+    def train(number: int, collective: Any) -> list[Tensor]:
+        rank = Rank(number, collective, every=4, **settings, compression=TopKEF(**SMALL))
+        for _ in range(8 + number):
+            rank.step()
+        rank.optimizer.synchronize()
+        rank.optimizer.synchronize()
+        for _ in range(5):
+            rank.step()
+        rank.optimizer.synchronize()
+        return rank.snapshot()
+
+    assert same(*run(3 if not settings else 2, train))
+
+
+def test_ranks_that_synchronize_after_different_numbers_of_rounds_are_named() -> None:
+    def train(number: int, collective: Any) -> Any:
+        rank = Rank(number, collective, every=3)
+        for _ in range(4):
+            rank.step()
+        if number == 1:  # as if it had taken part in a round without rank 0
+            rank.state._runners[0].rolled_back += 1
+        with pytest.raises(PlanMismatchError, match="0 after 1 exchanges, on rank 1 after 2"):
+            rank.optimizer.synchronize()
+
+    run(2, train)
+
+
 def test_ranks_count_by_their_number_of_steps() -> None:
     """With seconds, a rank that has taken three times as many steps counts three times."""
 
@@ -731,6 +783,11 @@ def test_what_is_no_pair_and_what_cannot_be_copied() -> None:
     for given in (model, model.parameters()):
         with pytest.raises(ConfigError, match=r"named_parameters=model.named_parameters\(\)"):
             LocalSteps(inner, given, collective=None)
+    bias, other = [("bias", model.bias)], [("bias", model.weight)]
+    for named in ({"named_parameters": bias + other}, {"named_buffers": bias + other}):
+        with pytest.raises(ConfigError, match=r"'bias': named_.* has two tensors of this name"):
+            settings = {"named_parameters": model.named_parameters(), "collective": None, **named}
+            LocalSteps(inner, **settings)
     optimizer = LocalSteps(inner, model.named_parameters(), collective=None)
     for duplicate in (copy.deepcopy, pickle.dumps):
         with pytest.raises(UnsupportedOperationError, match="make LocalSteps of them"):

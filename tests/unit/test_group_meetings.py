@@ -72,3 +72,14 @@ def test_ranks_that_have_parted_can_meet(pool: ThreadPoolExecutor) -> None:
             part()
     meets = pool.submit(came.meet, b"y", "name")
     assert waits.meet(b"z", "name") == meets.result(10) == [b"y", b"z"]
+
+
+def test_ranks_that_meet_for_different_things_are_told(pool: ThreadPoolExecutor) -> None:
+    """As when two optimizers step in another order on one rank."""
+    one, other = ranks(dist.HashStore())
+    meets = pool.submit(one.meet, b"x", "first")
+    for part in (lambda: other.meet(b"y", "second"), lambda: meets.result(10)):
+        with pytest.raises(PlanMismatchError, match=r"rank 0 .*'first', rank 1 in 'second'"):
+            part()
+    meets = pool.submit(one.meet, b"x", "second")
+    assert other.meet(b"\0", "second") == meets.result(10) == [b"x", b"\0"]

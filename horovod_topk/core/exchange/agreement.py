@@ -99,11 +99,19 @@ def _agree(
 
 
 def gather_bytes(
-    data: bytes, name: str, ops: Ops[Array], collective: Collective[Array]
+    data: bytes,
+    name: str,
+    ops: Ops[Array],
+    collective: Collective[Array],
+    *,
+    patient: bool = False,
 ) -> list[bytes]:
-    """Gather host bytes of equal length from every rank. A collective."""
+    """Gather host bytes of equal length from every rank. A collective.
+
+    patient: see `Meets.meet`.
+    """
     if isinstance(collective, Meets):
-        return collective.meet(data, name)
+        return collective.meet(data, name, patient=patient)
     array = ops.zeros(len(data), "uint8", "cpu")
     ops.store_bytes(array, 0, data)
     gathered = ops.to_host(collective.allgather(array, name).wait())

@@ -27,7 +27,8 @@ SAID = 10.0  # seconds after which a waiting rank says so in the log
 _PAUSE, _LONGEST = 1e-4, 1e-2  # seconds between two looks
 CURE = (
     "Do on every rank what one rank does: build or compile the optimizer, attach() the compressor, "
-    "freeze layers, and call set_ratio() and load_state_dict() between the same two steps. "
+    "freeze layers, and call set_ratio(), load_state_dict(), begin() and synchronize() between the "
+    "same two steps. "
     f"{VARIABLE} sets the limit"
 )
 

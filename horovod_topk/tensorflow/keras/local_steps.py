@@ -22,7 +22,7 @@ class LocalSteps(keras.callbacks.Callback):  # type: ignore[misc]
     The model is compiled with a plain Keras optimizer. Pass `BroadcastGlobalVariablesCallback`,
     too: the weights before the first batch of a `fit` are the anchors, and equal on all ranks. If
     `fit` builds the model in its first step, that step does not count: ranks go on with rank 0's
-    weights. At the end of `fit` ranks have equal weights. With `steps_per_execution` an outer step
+    weights. After the last epoch ranks have equal weights. With `steps_per_execution` an outer step
     follows the execution in which it is due.
 
     Args:
@@ -105,8 +105,16 @@ class LocalSteps(keras.callbacks.Callback):  # type: ignore[misc]
         if self._stop_after is not None and self.rounds >= self._stop_after:
             self.model.stop_training = True
 
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Give ranks equal weights after the last epoch.
+
+        Callbacks before this one may replace them when training ends, such as `EarlyStopping`.
+        """
+        if self.model.stop_training or epoch + 1 == self.params.get("epochs"):
+            self.on_train_end()
+
     def on_train_end(self, logs: Logs = None) -> None:
-        """Give ranks equal weights."""
+        """Give ranks equal weights, if a callback after this one has stopped training."""
         if self.local is not None:
             self.local.synchronize()
 

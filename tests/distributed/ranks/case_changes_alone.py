@@ -100,7 +100,7 @@ def test_every_rank_names_the_one_that_changed(act: str, exchange: str) -> None:
     texts = hvd.allgather_object(str(raised.value))
     assert all(f"rank {ODD}" in each for each in texts), texts
     if meets and IN_ORDER:  # before a payload of another size is sent
-        assert all("has loaded or reset a state, called set_ratio()" in each for each in texts)
+        assert all("has loaded or reset a state, called set_ratio()," in each for each in texts)
     else:
         assert all(each.startswith(f"ranks disagree on {text}") for each in texts), texts
         assert len({*texts}) == 1

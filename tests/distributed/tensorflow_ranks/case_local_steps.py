@@ -305,6 +305,24 @@ def test_weights_that_are_replaced_between_fits_stay() -> None:
     assert equal([v.numpy() for v in model.trainable_variables], restores.trained)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_best_weights_that_are_restored_stay(is_first: bool) -> None:
+    """Early stopping restores them when training ends, before or after local steps are told."""
+    model, kept = model_of(), list[list[Array]]()
+    stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    local = hvd_keras.LocalSteps("diloco", every=4)
+
+    class Keeps(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["loss"] = float(epoch)  # the first epoch is the best one
+            kept.append(self.model.get_weights())
+
+    fit(model, Keeps(), *([stopping, local] if is_first else [local, stopping]), epochs=5)
+    assert len(kept) == 2
+    assert equal(model.get_weights(), kept[0])
+    assert_ranks_equal([v.numpy() for v in model.trainable_variables])
+
+
 @pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"steps_per_execution": 4}, {"jit_compile": True}], ids=str)
