@@ -27,7 +27,7 @@ from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.hooks import Hooks
 from horovod_topk.torch_training.gradients import Slot, first_elements
 from horovod_topk.torch_training.state import TrainingCompressor, TrainingState
-from horovod_topk.torch_training.tracing import refuse_recording, untraced
+from horovod_topk.torch_training.tracing import untraced
 
 log = logging.getLogger("horovod_topk")
 
@@ -151,7 +151,6 @@ class OptimizerState(TrainingState):
             self._meet()
         self._buckets.sent.pop(ordinal, None)
         gradients = self._buckets.gradients(ordinal)
-        refuse_recording("the exchange of gradients", gradients[0].device)
         if self._hooks.preprocessing is not None:
             self._hooks.preprocess(ordinal, gradients)
         self._buckets.sent[ordinal] = first_elements(gradients)
