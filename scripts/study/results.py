@@ -160,8 +160,8 @@ class Study:
         raise ValueError(f"{found.settings.title}: no dense runs to compare with")
 
     def runs(self) -> Iterator[Record]:
-        """Every run."""
-        for case in self.cases.values():
-            for found in case:
-                for runs in found.runs.values():
-                    yield from runs.values()
+        """Every run; once, if several cases have it."""
+        each = (
+            runs for case in self.cases.values() for found in case for runs in found.runs.values()
+        )
+        yield from {run.cell.digest: run for runs in each for run in runs.values()}.values()

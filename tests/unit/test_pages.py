@@ -29,6 +29,7 @@ pytestmark = pytest.mark.tools
 
 # Each with the fewest runs that it can have.
 STUDIES = {"accuracy": 101, "default": 101, "frontier": 101, "practice": 101, "methods": 40}
+STUDIES |= {"local_steps": 101, "optimizers": 101}
 # Numbers of the README's template that are no measurements, with the words beside them.
 PLAIN = (
     *("4 bits", "16 bits", "ResNet-50", "H200", "FSDP2", "C++17", "x86-64", "float32"),
