@@ -62,11 +62,11 @@ clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
 
 ## Tests. A part of them: make test TESTS=tests/unit ARGS="-k payload"
 
-test: setup ## test every feature and every law, on real ranks too (5 minutes)
+test: setup ## test every feature and every law, on real ranks too (5 to 9 minutes)
 	$(RUN) -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
 
 test-tools: TIER = tools
-test-tools: test ## test the command, scripts, pages, images and set-up (2 minutes)
+test-tools: test ## test the command, scripts, pages, images and set-up (5 minutes)
 
 test-all: TIER = all
 test-all: WORKERS = 0
@@ -75,7 +75,7 @@ test-all: test ## run every test: every controller, large sizes (three quarters 
 test-integrations: TIER = integrations
 test-integrations: WORKERS = 0
 test-integrations: TESTS = tests/integrations
-test-integrations: test ## test Accelerate, Trainer and Lightning (five minutes)
+test-integrations: test ## test Accelerate, Trainer and Lightning (7 minutes)
 
 check: setup ## ruff (lint, format) and mypy; must pass (a minute)
 	"$(VENV)/bin/ruff" check .
@@ -96,7 +96,7 @@ bench-wire: ## bytes that leave a host's network card (root, half an hour)
 plan-grid: ## measured steps beside what plan says (root, an hour and a half)
 residuals: ## norms of residuals beside the bounds of theory (minutes)
 crashes: ## kill a hundred ranks of elastic jobs (a quarter of an hour)
-gpu-compiled: ## registers, spills, loads and stores of the GPU kernels (minutes, no GPU)
+gpu-compiled: ## what the GPU kernels need, and move (minutes, no GPU)
 
 bench: NAME := steps
 bench-pay: NAME := does_it_pay
