@@ -15,7 +15,7 @@ from launches import JOBS, MERGED, Job
 
 pytestmark = pytest.mark.distributed
 
-LIMIT = 1200.0  # seconds a launch may take; the longest needs about 150 on two idle cores
+LIMIT = 1200.0  # seconds a launch may take; the longest needs half of it on two idle cores
 
 
 def as_name(job: Job) -> str:

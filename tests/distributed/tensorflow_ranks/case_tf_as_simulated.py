@@ -41,9 +41,10 @@ class Taped:
 
 
 def marks_of(row: Row) -> list[pytest.MarkDecorator]:
-    """Random numbers take seconds to trace."""
+    """Random numbers take seconds to trace, with three ranks a minute."""
     several = row.method in ("RandomK", "QSGD") and "exchange" in row.settings
-    return [pytest.mark.slow] * (several or row.method in ("Dithered", "TernGrad"))
+    is_slow = several or row.method in ("Dithered", "TernGrad")
+    return [pytest.mark.slow, pytest.mark.world_size(2)] if is_slow else []
 
 
 @pytest.mark.one_in(33)
