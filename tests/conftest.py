@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Spare the fast tier the imports of files that have none of its tests."""
+    """Skip the files of tools in the fast tier, without importing them."""
     if config.getoption("--tier") != "fast" or collection_path.suffix != ".py":
         return None
     return re.search(OF_TOOLS, collection_path.read_text(), re.M) is not None or None

@@ -148,7 +148,7 @@ class Rounds(Generic[Array]):
         return started
 
     def standing(self) -> list[tuple[int, bool]]:
-        """For each fragment: exchanges that have started, and whether this rank has moved since."""
+        """Return each fragment's number of started exchanges, and whether this rank moved since."""
         late = self.config.under_way(self.steps - self.origin)
         each = enumerate(self.fragments)
         return [(f.runner.ended + bool(f.moved), f.since > 0 or p in late) for p, f in each]
@@ -286,7 +286,10 @@ class Rounds(Generic[Array]):
                 ops.assign(x, new)
 
     def _is_finite(self, fragment: Fragment[Array]) -> bool:
-        """Whether this rank's weights are. Others would bring a NaN back in the next gradients."""
+        """Return whether this rank's weights of a fragment are finite.
+
+        A NaN that stays in them would be in the next gradients, and so in all fragments.
+        """
         moved = (self._weights.moved(name, fragment.anchor(name)) for name in fragment.names)
         return all(math.isfinite(self._ops.norm(each)) for each in moved)
 

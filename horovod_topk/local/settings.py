@@ -171,8 +171,8 @@ PRESETS: Mapping[str, Preset] = {
     "local_sgd": Preset("Dense", {}, {"every": 8, "outer": Outer()}),
     # Douillard et al. 2023 (DiLoCo), arXiv 2311.08105; every=30 as in 2503.09799
     "diloco": Preset("Dense", {}, {"every": 30, "outer": Outer(lr=0.7, momentum=0.9)}),
-    # Sarfi et al. 2025 (SparseLoCo), arXiv 2508.15706; here k is taken of each tensor, and not of
-    # each chunk of 4,096 elements
+    # Sarfi et al. 2025 (SparseLoCo), arXiv 2508.15706. TopKEF selects the top k of each tensor, the
+    # paper those of each chunk of 4,096 elements.
     "sparseloco": Preset("TopKEF", USUAL, {"every": 30, "outer": Outer(), "decay": 0.95}),
 }
 

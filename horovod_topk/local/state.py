@@ -173,7 +173,10 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
             self._exchange_averages()
 
     def _moved(self) -> list[bool]:
-        """For each fragment: whether some rank has moved since its last exchange. A collective."""
+        """Return for each fragment whether some rank has moved since its last exchange.
+
+        A collective.
+        """
         own = b"".join(STANDING.pack(*each) for each in self.rounds.standing())
         name = f"{self.name}.synchronize"
         said = gather_bytes(own, name, self._ops, self._collective, patient=True)

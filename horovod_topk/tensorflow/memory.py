@@ -34,7 +34,7 @@ class Memory:
         return any(each is state for each, _ in self._states.values())
 
     def keeps(self, variables: Sequence[Any], settings: TapeSettings) -> bool:
-        """Whether these variables have a state, of their own or with others."""
+        """Return whether a state exists that covers these variables."""
         return self._find(*_key_of(variables, settings)) is not None
 
     def forget(self, key: Key) -> None:
@@ -44,7 +44,7 @@ class Memory:
     def state_of(
         self, config: Method, variables: Sequence[Any], settings: TapeSettings
     ) -> OptimizerState:
-        """Return the state of a list of variables; make it for a list that is new.
+        """Return the state of a list of variables; create one if the list is new.
 
         Some of these variables, as while layers are frozen, have the same state. It is deleted
         when the first of its variables is.

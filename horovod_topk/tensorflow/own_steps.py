@@ -44,7 +44,7 @@ class OwnStep:
         self._sign: Any = 1.0  # c of a step that is a sign
 
     def compare(self, mean: Any, beta1: Any) -> None:
-        """Compute c of a step that takes the sign of a mean of gradients, a tf.Variable."""
+        """Compute the factor c of an optimizer that steps by the sign of its mean of gradients."""
         (square,), before = self._known.squares, value_of(mean)
         squares = tf.cast(tf.reshape(square.value(), mean.shape), mean.dtype)
         known = before, squares, self._share, tf.cast(beta1, mean.dtype)

@@ -43,7 +43,7 @@ from horovod_topk.errors import PlanMismatchError
 
 # all_gather_single is the name since PyTorch 2.13 of all_gather_into_tensor.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_CAME = b"\0"  # what a rank says begins so if it has come to a meeting, and its name ends so
+_CAME = b"\0"  # in what a rank posts at a meeting: before and after the meeting's name
 _PATIENCE = timedelta(seconds=2)  # between two looks for a meeting
 # Number of meetings so far.
 _MET = weakref.WeakKeyDictionary[dist.ProcessGroup, int]()
@@ -67,7 +67,7 @@ class _Pending:
             self.work.wait()
         else:
             self.meeting.wait_for(self.work, self.name)
-        if self.received.is_cuda:  # it may be of another stream, which could reuse its memory
+        if self.received.is_cuda:  # allocated on a stream that could reuse the memory too early
             self.received.record_stream(torch.cuda.current_stream(self.received.device))
         self.timer.last = time.perf_counter()
         self.timer.exposed += self.timer.last - began

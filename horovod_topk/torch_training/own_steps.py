@@ -105,7 +105,7 @@ class OwnSteps:
 
 
 def compare_sign(each: OwnStep, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Compute c of a step that takes the sign of a mean of gradients, before the step."""
+    """Compute the factor c of an optimizer that steps by the sign of its mean of gradients."""
     mean, beta1 = _mean_of(each, state, (*MEANS, "momentum_buffer")), momentum_of(group) or 0.0
     if mean is not None and 0.0 < beta1 < 1.0:
         share = formulas.share(each.following.to(each.gradient.dtype)).view(mean.shape)

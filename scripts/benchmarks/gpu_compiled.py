@@ -201,7 +201,7 @@ def values(found: dict[str, Any]) -> Values:
 
 
 def least_of_encode(counts: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes at different addresses that an encode moves for an element, by way to select."""
+    """Return the bytes at distinct addresses that an encode moves for each element."""
     return {
         name: sum(least for kernel, (least, _) in own.items() if kernel in ENCODES)
         for name, own in counts.items()
@@ -209,7 +209,7 @@ def least_of_encode(counts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def moved(counts: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The heads and rows of the table of what kernels move."""
+    """Return heads and rows of the table of the bytes that kernels move."""
     ways = list(counts)
     heads = ["kernel"]
     for way in ways:
@@ -222,7 +222,7 @@ def moved(counts: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def traffic() -> Any:
-    """Count what kernels move, under the interpreter, which is chosen before Triton is imported."""
+    """Run `gpu_traffic` in a process of its own, as Triton chooses its interpreter at import."""
     command = [sys.executable, str(SCRIPTS / "bench.py"), "gpu_traffic"]
     settings = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True, check=True)

@@ -1,7 +1,8 @@
 """Counts the bytes that an encode and a decode load and store, under Triton's interpreter.
 
-Bytes at other addresses each are what a GPU's memory has to move at least; what a kernel loads more
-than once may come from its caches. It needs no GPU, and tells no time. `gpu_compiled` runs it.
+A GPU's memory has to move at least the bytes at distinct addresses. Bytes that a kernel loads again
+may come from the GPU's caches. The benchmark needs no GPU, and measures no time. `gpu_compiled`
+runs it.
 
     TRITON_INTERPRET=1 python scripts/bench.py gpu_traffic
 """
@@ -32,7 +33,7 @@ COPIED = {name: 4 * (4 if weighed else 3) for name, weighed in SELECTED.items()}
 
 
 class Traffic:
-    """Bytes by kernel: moved in all, and at addresses that are not those of another access."""
+    """Counts, for each kernel, all bytes that it moves, and the bytes at distinct addresses."""
 
     def __init__(self) -> None:
         self.kernel = ""
@@ -46,7 +47,7 @@ class Traffic:
         self._places[self.kernel, kind].append(np.unique(found.astype(np.int64) // 4))
 
     def distinct(self, kernel: str) -> int:
-        """Bytes at different addresses, in words of 4, loads and stores apart."""
+        """Return the bytes at distinct addresses, counted in words of 4, of loads and of stores."""
         each = [self._places[kernel, kind] for kind in ("load", "store")]
         return sum(4 * np.unique(np.concatenate(places)).size for places in each if places)
 
@@ -67,8 +68,7 @@ def counted() -> Iterator[Traffic]:
         return found
 
     def noting_store(self: Any, pointers: Any, values: Any, mask: Any, *rest: Any) -> Any:
-        itemsize = values.data.itemsize
-        traffic.note("store", pointers.data, mask.data, itemsize)
+        traffic.note("store", pointers.data, mask.data, values.data.itemsize)
         return store(self, pointers, values, mask, *rest)
 
     def noting_add(self: Any, op: Any, pointers: Any, values: Any, mask: Any, *rest: Any) -> Any:
@@ -93,9 +93,9 @@ def counted() -> Iterator[Traffic]:
 
 
 def traffic_of(*, weighed: bool) -> dict[str, list[float]]:
-    """Bytes an element by kernel, [at different addresses, in all], in the second step of a bucket.
+    """Return each kernel's bytes an element in a second step: [at distinct addresses, in all].
 
-    The residual is that of the first step, so that the threshold is near that step's, as in a run.
+    Both steps have the same residual, so that their thresholds are close, as in training.
     """
     from horovod_topk.kernels.triton.topk.bucket import TritonBucket
 
@@ -125,7 +125,7 @@ def traffic_of(*, weighed: bool) -> dict[str, list[float]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the counts of each way to select as JSON."""
+    """Print, as JSON, the bytes that kernels move with each way to select elements."""
     moved = {name: traffic_of(weighed=each) for name, each in SELECTED.items()}
     print(json.dumps({"sizes": SIZES, "ranks": RANKS, "moved": moved}))
     return 0

@@ -76,7 +76,7 @@ def find_gpu(versions: Mapping[str, str], env: Mapping[str, str], packages: Path
 
 
 def complete_toolkit(toolkit: Path) -> Path:
-    """Give what NVIDIA's wheels have installed the names that CMake looks for."""
+    """Add the names that CMake looks for to a toolkit that was installed from NVIDIA's wheels."""
     found = sorted((toolkit / "lib").glob("libcudart.so.*"))
     if not found:
         raise SetupError(f"the wheels of CUDA's toolkit are incomplete: no libcudart in {toolkit}")

@@ -71,10 +71,10 @@ def main() -> int:
 
 
 def pins(tensorflow: bool, cuda: bool) -> list[str]:
-    """Of what Horovod is compiled against or with.
+    """Return the pins of the packages that Horovod is compiled against or with.
 
-    The package index has CUDA builds of torch as 2.13.0, and others have builds for processors as
-    2.13.0+cpu, which pip would take for the newer ones.
+    A CUDA build of torch is 2.13.0 on the package index. pip would prefer 2.13.0+cpu, a build for
+    processors, if another index has that.
     """
     found = [pin for pin in PINS if tensorflow or pin != TENSORFLOW]
     return [pin.replace("==", "===") if cuda and pin == TORCH else pin for pin in found]
@@ -116,9 +116,9 @@ def add_horovod(environment: Environment, runner: Runner, args: argparse.Namespa
 
 
 def install_toolkit(environment: Environment, runner: Runner, folder: Path, version: str) -> Path:
-    """Install CUDA's compiler and headers from NVIDIA's wheels; the folder for CUDA_HOME.
+    """Install CUDA's compiler and headers from NVIDIA's wheels, and return the toolkit's folder.
 
-    version: of CUDA, as torch names it; from 13.0 on.
+    version: CUDA's version, as torch names it; 13.0 or later.
     """
     runner.console.step(f"Installing CUDA {version}'s compiler")
     wheels = [f"{name}=={version}.*" for name in TOOLKIT_WHEELS]

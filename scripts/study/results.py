@@ -160,7 +160,7 @@ class Study:
         raise ValueError(f"{found.settings.title}: no dense runs to compare with")
 
     def runs(self) -> Iterator[Record]:
-        """Every run; once, if several cases have it."""
+        """Yield every run. A run that several cases share comes once."""
         each = (
             runs for case in self.cases.values() for found in case for runs in found.runs.values()
         )

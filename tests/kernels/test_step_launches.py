@@ -187,7 +187,7 @@ def test_a_learning_rate_that_falls_takes_two_launches_more_for_each_bucket(
 def test_memory_is_not_used_again_before_the_stream_that_has_waited_for_it_is_done(
     fake_gpu: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have been taken on another stream, such as FSDP2's for reductions."""
+    """The memory may have been allocated on another stream, such as FSDP2's for reductions."""
     received, streams = on_gpu(torch.zeros(4)), iter(["reduces", "steps"])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *of: next(streams))
     for stream in ("reduces", "steps"):

@@ -330,7 +330,7 @@ def test_a_movement_that_is_not_finite_leaves_no_trace(setting: str) -> None:
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_nan_leaves_no_fragment_that_brings_it_back(delay: int) -> None:
-    """A NaN in any weight is in all gradients of the next step, as in most models."""
+    """A NaN in one weight makes all gradients of the next step NaN, as in most models."""
 
     def train(number: int, collective: Any) -> int:
         settings = {"every": 4, "fragments": 2, "delay": delay, "compression": TopKEF(**SMALL)}
@@ -351,7 +351,7 @@ def test_a_nan_leaves_no_fragment_that_brings_it_back(delay: int) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"fragments": 2}, {"fragments": 2, "delay": 2}], ids=str)
 def test_ranks_synchronize_after_different_numbers_of_steps(settings: dict[str, Any]) -> None:
-    """The data of ranks may differ by some examples: one rank has moved, another one has not."""
+    """One rank may have one batch more than another, and so has moved while the other has not."""
 
     def train(number: int, collective: Any) -> list[Tensor]:
         rank = Rank(number, collective, every=4, **settings, compression=TopKEF(**SMALL))

@@ -262,7 +262,7 @@ def test_a_build_for_gpus_is_by_nccl() -> None:
 
 
 def test_a_build_for_gpus_takes_no_torch_for_processors() -> None:
-    """pip would take 2.13.0+cpu, if an index has it, for newer than 2.13.0."""
+    """pip prefers 2.13.0+cpu to 2.13.0 if an index has both."""
     (torch,) = [pin for pin in image.pins(tensorflow=False, cuda=True) if "torch" in pin]
     exact = Specifier(torch.removeprefix("torch"))
     assert exact.contains("2.13.0") and not exact.contains("2.13.0+cpu")

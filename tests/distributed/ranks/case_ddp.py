@@ -397,7 +397,7 @@ def test_joining_is_refused() -> None:
 
 @pytest.mark.parametrize("module", [in_backward, steps], ids=["backward", "step"])
 def test_a_step_is_not_recorded_in_a_cuda_graph(module: Any) -> None:
-    """Nothing has changed, and training goes on. The capture is a pretence: this is a CPU."""
+    """The error changes nothing, and training goes on. The test only pretends a capture."""
     task, optimizer = Setup().start(TopKEF(**SPARSE))
     take(optimizer.ddp, optimizer, 0)
     with (

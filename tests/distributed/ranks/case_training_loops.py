@@ -147,7 +147,7 @@ def elsewhere(task: Task, optimizer: Any, step: int) -> None:
 @pytest.mark.parametrize("values", ["int4", "int3"])
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_another_default_device_changes_no_bit(exchange: str, values: str) -> None:
-    """Kernels of the CPU write through addresses, which have to be those of host tensors."""
+    """CPU kernels write to raw addresses, so their tensors have to be in host memory."""
     settings = {"ratio": 0.1, "min_numel": 0, "momentum": "auto", "exchange": exchange}
     plain, ours = (
         run(Setup(optimizer=heavy_ball, take_step=take), None, TopKEF(values=values, **settings))

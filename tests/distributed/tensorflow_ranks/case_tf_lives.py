@@ -121,7 +121,7 @@ def test_two_that_live_are_two() -> None:
 
 @BOTH
 def test_some_of_the_variables_are_of_the_same_state(library: Any) -> None:
-    """The count of steps, and so the warm-up, goes on while some layers are frozen."""
+    """Freezing some layers restarts neither the count of steps nor the warm-up."""
     compression = TopKEF(**SPARSE)
     optimizer = distributed(library, library.optimizers.SGD(0.05), compression)
     variables = [tf.Variable(tf.zeros(shape), name="v") for shape in ((60, 50), (7,), (40, 9))]
