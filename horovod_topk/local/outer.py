@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from horovod_topk.core.codec.codec import PayloadCodec
+from horovod_topk.core.plan.buckets import BucketPlan
 from horovod_topk.core.run.follower import FollowerArenas
 from horovod_topk.core.state.named_state import as_row
 from horovod_topk.errors import ConfigError
@@ -30,14 +32,61 @@ def momentum_after(v: Any, d: Any, outer: Outer) -> Any:
     return v * outer.momentum + (d * (1.0 - outer.momentum) if outer.form == "averaged" else d)
 
 
-def anchor_after(x: Any, v: Any, d: Any, outer: Outer) -> Any:
-    """x -= lr v; nesterov: x -= lr (d + mu v). v is that after the step."""
-    return x - (d + v * outer.momentum if outer.form == "nesterov" else v) * outer.lr
+def direction(v: Any, d: Any, outer: Outer) -> Any:
+    """v; nesterov: d + mu v. v is that after the step, which is x -= lr times this."""
+    return d + v * outer.momentum if outer.form == "nesterov" else v
 
 
-def first_anchor(x: Any, d: Any, outer: Outer) -> Any:
-    """x -= lr d: the first step, and every step without momentum."""
-    return x - d * outer.lr
+class SenderCodec(PayloadCodec[Array]):
+    """`PayloadCodec` whose `decode` averages each element over the ranks that have sent it.
+
+    Its senders are counted by decoding the same payloads with ones in place of their values.
+    """
+
+    def __init__(self, ops: Ops[Array]) -> None:
+        super().__init__(ops)
+        self._ones: dict[bytes, Sequence[tuple[int, Array]]] = {}  # by fingerprint
+
+    def decode(
+        self, bucket: BucketPlan, gathered: Array, scale: float, gradients: Sequence[Array]
+    ) -> Sequence[bool]:
+        """As `PayloadCodec.decode`, times the number of ranks over that of the senders.
+
+        What an owner sends back, it has averaged.
+        """
+        self.waiting = None  # decode now
+        flags = super().decode(bucket, gathered, scale, gradients)
+        partial = {t.gradient for t in bucket.tensors if not t.sends_all}
+        if partial and bucket.direction != "gather":
+            counts = self._counts(bucket, gathered, gradients)
+            ranks = self.ops.rows(gathered, bucket.layout.payload_bytes)
+            for at in partial:
+                mean = self.ops.divided(gradients[at], counts[at])
+                self.ops.write_scaled(mean, ranks, gradients[at], flags[at])
+        return flags
+
+    def _counts(
+        self, bucket: BucketPlan, gathered: Array, gradients: Sequence[Array]
+    ) -> Sequence[Array]:
+        """The number of ranks that have sent each element."""
+        ops, size, ones = self.ops, bucket.layout.payload_bytes, self.ops.clone(gathered)
+        found = self._ones.get(bucket.fingerprint) or self._encoded_ones(bucket)
+        for row in range(ops.rows(gathered, size)):
+            for at, data in found:
+                ops.store(ones, row * size + at, data)
+        counts = [ops.zeros(ops.numel(g), bucket.residual_dtype, bucket.device) for g in gradients]
+        super().decode(bucket, ones, 1.0, counts)
+        return counts
+
+    def _encoded_ones(self, bucket: BucketPlan) -> Sequence[tuple[int, Array]]:
+        """The values of a payload whose elements are all one, and their first bytes."""
+        ops, found = self.ops, list[tuple[int, Array]]()
+        for position, piece in enumerate(bucket.tensors):
+            if piece.numel:
+                values = ops.zeros(piece.numel, bucket.residual_dtype, bucket.device)
+                ones: Any = values + 1.0  # type: ignore[operator]
+                found.append(self.encode_piece(bucket, position, ones).parts[0])
+        return self._ones.setdefault(bucket.fingerprint, found)
 
 
 @dataclass(frozen=True)

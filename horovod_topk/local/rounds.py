@@ -7,6 +7,7 @@ After an inner step a fragment's exchange may start, and another one's may end:
     commit       e is multiplied by `decay`
     outer step   x moves by the mean d of all ranks: `local.outer`
     go on        w = x; after a delay w = alpha w + (1 - alpha) x
+    keep         without a delay w -= alpha e after the next inner step, which is no movement
 
 A NaN or an infinity on any rank rolls the round back on every rank: anchor, momentum and residuals
 stay bitwise as they were, and w = x; so do other fragments where a rank's weights are not finite.
@@ -26,8 +27,7 @@ from horovod_topk.local.outer import (
     ANCHOR,
     MOMENTUM,
     Told,
-    anchor_after,
-    first_anchor,
+    direction,
     momentum_after,
 )
 from horovod_topk.local.settings import LocalConfig, median
@@ -53,6 +53,10 @@ class Weights(Protocol[Array]):
         """Set a tensor to alpha times itself plus (1 - alpha) times the anchor."""
         ...
 
+    def is_exact(self, name: str) -> bool:
+        """Whether a tensor's weights have the anchor's dtype, so that no sum is rounded to less."""
+        ...
+
     def recover(self) -> None:
         """Note that a round was rolled back, as some rank's movement was not finite."""
         ...
@@ -69,6 +73,7 @@ class Fragment(Generic[Array]):
         since: inner steps since its last exchange started.
         stages: rounds of its exchange that have begun since.
         median: the median of the ranks' norms in its last round; 0: there was none.
+        keeps: whether its weights are apart from the movement by -alpha times the residual.
     """
 
     runner: StepRunner[Array]
@@ -77,6 +82,7 @@ class Fragment(Generic[Array]):
     since: int = 0
     stages: int = 0
     median: float = 0.0
+    keeps: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -105,6 +111,7 @@ class Rounds(Generic[Array]):
         ops: Ops[Array],
     ) -> None:
         self.config, self.fragments, self._weights, self._ops = config, fragments, weights, ops
+        self._alpha = config.alpha or 0.0
         self._clock: Callable[[], float] = time.monotonic  # seconds
         self._began = self._clock()
         self.steps = self.origin = 0
@@ -115,7 +122,7 @@ class Rounds(Generic[Array]):
         for fragment in self.fragments:
             for name in fragment.names:
                 self._ops.assign(fragment.anchor(name), self._weights.read(name))
-            fragment.since = 0
+            fragment.since, fragment.keeps = 0, False
         self._restart()
         self.has_begun = True
 
@@ -135,6 +142,7 @@ class Rounds(Generic[Array]):
             due = self._clock() - self._began >= self.config.seconds
             started = self.fragments if due else ()
             self._round(started)
+            self._keep()
             return started
         step = self.steps - self.origin
         self._advance(step)
@@ -145,6 +153,7 @@ class Rounds(Generic[Array]):
                 self._start(fragment)
         else:
             self._round(started)
+            self._keep()
         return started
 
     def standing(self) -> list[tuple[int, bool]]:
@@ -171,7 +180,7 @@ class Rounds(Generic[Array]):
 
     def counters(self) -> dict[str, Any]:
         """The counters, for a state dict."""
-        each = [{"since": f.since, "median": f.median} for f in self.fragments]
+        each = [{"since": f.since, "median": f.median, "keeps": f.keeps} for f in self.fragments]
         return {"steps": self.steps, "origin": self.origin, "fragments": each}
 
     def take(self, counters: Mapping[str, Any]) -> None:
@@ -179,6 +188,7 @@ class Rounds(Generic[Array]):
         self.steps, self.origin = counters["steps"], counters["origin"]
         for fragment, own in zip(self.fragments, counters["fragments"], strict=True):
             fragment.since, fragment.median = own["since"], own["median"]
+            fragment.keeps = own.get("keeps", False)
         self._began, self.has_begun = self._clock(), True
 
     def _restart(self) -> None:
@@ -198,18 +208,47 @@ class Rounds(Generic[Array]):
         """End the exchanges of fragments that were started a while ago."""
         for fragment in fragments:
             if self._finish(fragment):
-                self._go_on(fragment, self.config.alpha)
+                self._go_on(fragment, self._alpha)
+
+    def _keep(self) -> None:
+        """After the first inner step of a round: move this rank by what it has not sent."""
+        for fragment in self.fragments if self._alpha else ():
+            if fragment.since == 1:
+                fragment.keeps = True
+                for name in fragment.names:
+                    if (kept := self._kept(fragment, name)) is not None:
+                        moved = self._ops.clone(kept)
+                        self._ops.assign(moved, self._weights.read(name))
+                        self._ops.subtract_at(moved, None, kept)
+                        self._weights.blend(name, moved, 0.0)
+
+    def _kept(self, fragment: Fragment[Array], name: str) -> Array | None:
+        """Alpha times a tensor's residual, if a rank's weights are apart from its movement by it.
+
+        Weights of fewer bits would round it. Residuals of a node's owners are no rank's own.
+        """
+        registry = fragment.runner.registry
+        if not (fragment.keeps and registry.pieces[name] and self._weights.is_exact(name)):
+            return None
+        e: Any = registry.residual(name)
+        kept: Array = e * self._alpha
+        return kept
+
+    def _movement(self, fragment: Fragment[Array], name: str) -> Array:
+        """How far this rank has moved a tensor in this round, flat, in memory of its own."""
+        moved = self._weights.moved(name, fragment.anchor(name))
+        if (kept := self._kept(fragment, name)) is not None:
+            self._ops.subtract_at(moved, None, kept)
+        return moved
 
     def _start(self, fragment: Fragment[Array]) -> None:
         """Compress a fragment's movement, and start its exchange."""
         runner = fragment.runner
         found = {
-            bucket.ordinal: [
-                self._weights.moved(t.spec.name, fragment.anchor(t.spec.name))
-                for t in bucket.gradients
-            ]
+            bucket.ordinal: [self._movement(fragment, t.spec.name) for t in bucket.gradients]
             for bucket in runner.plan.buckets
         }
+        fragment.keeps = False
         factor, norm = 1.0, 0.0
         if self.config.clip is not None:
             norm = math.hypot(*(self._ops.norm(each) for moved in found.values() for each in moved))
@@ -280,10 +319,8 @@ class Rounds(Generic[Array]):
                 if outer.momentum:
                     v: Any = states[MOMENTUM].residual(tensor.spec.name)
                     ops.assign(v, d if is_first else momentum_after(v, d, outer))
-                    new = first_anchor(x, d, outer) if is_first else anchor_after(x, v, d, outer)
-                else:
-                    new = first_anchor(x, d, outer)
-                ops.assign(x, new)
+                    d = d if is_first else direction(v, d, outer)
+                ops.subtract_at(x, None, d * outer.lr)
 
     def _is_finite(self, fragment: Fragment[Array]) -> bool:
         """Return whether this rank's weights of a fragment are finite.
@@ -294,5 +331,6 @@ class Rounds(Generic[Array]):
         return all(math.isfinite(self._ops.norm(each)) for each in moved)
 
     def _go_on(self, fragment: Fragment[Array], alpha: float) -> None:
+        fragment.keeps = False
         for name in fragment.names:
             self._weights.blend(name, fragment.anchor(name), alpha)

@@ -15,6 +15,7 @@ from horovod_topk.errors import ConfigError, UnknownSettingError, check
 from horovod_topk.ratios import make_plain
 
 FORMS = ("nesterov", "heavy_ball", "averaged")
+MEANS = ("ranks", "senders")
 MOST = 2**20  # inner steps of a round
 SPARSE = 1 / 8  # largest ratio at which elements wait for several rounds
 USUAL = {"ratio": 1 / 64, "values": "int2", "momentum": 0}  # of TopKEF, if none is given
@@ -43,6 +44,9 @@ class Outer:
         lr: learning rate of the outer step, above 0. 1 with momentum 0 averages the weights.
         momentum: mu, in [0, 1).
         form: "nesterov", "heavy_ball" or "averaged".
+        mean: of an element, over all "ranks", or over its "senders": the ranks whose payloads have
+            it. Where one rank of four sends an element, the mean over ranks moves it by a quarter
+            of what that rank asks for.
 
     Raises:
         ConfigError: a setting is out of its range.
@@ -51,12 +55,14 @@ class Outer:
     lr: float = 1.0
     momentum: float = 0.0
     form: str = "nesterov"
+    mean: str = "ranks"
 
     def __post_init__(self) -> None:
         make_plain(self)
         _check_number("lr", self.lr, 1e-6, 1e3, 1.0)
         _check_number("momentum", self.momentum, 0.0, 1.0 - 1e-6, 0.9)
         check_choice("form", self.form, FORMS)
+        check_choice("mean", self.mean, MEANS)
 
     @property
     def effective_lr(self) -> float:
@@ -72,16 +78,18 @@ class LocalConfig:
         every: inner steps from one outer step to the next, at least 1; or seconds, such as "60s".
             With seconds each rank takes as many inner steps as it manages, and its movement counts
             by their number; train until `rounds` has reached a number, not for a number of steps.
-        outer: the outer optimizer. `LocalSteps` without it takes Outer(lr=2.0) for compressors that
-            send at most an eighth of the elements, as elements then wait for several rounds, and
+        outer: the outer optimizer. `LocalSteps` without it takes Outer(mean="senders") and
+            alpha=0.5 for compressors that send at most an eighth of the elements, and
             Outer(lr=0.7, momentum=0.5) for others.
         decay: what a residual is multiplied by after an outer step, in (0, 1]. `LocalSteps` without
-            it takes 0.9 for these compressors: an element that waits moves again in each round.
+            it takes 0.8 for these compressors: an element that waits moves again in each round.
         fragments: parts of the model of about equal size, one of which is exchanged in turn every
             `every / fragments` steps.
         delay: inner steps between the start of an exchange, which then runs in the background, and
             its outer step; below `every`. 0: the ranks wait for the exchange.
-        alpha: share of the local weights that stays when a delayed outer step arrives, in [0, 1].
+        alpha: share of a rank's own way that it keeps, in [0, 1]. With a delay, of its weights when
+            the outer step arrives; 0.5 if it is not given. Without, of what it has not sent: it
+            trains on from w = x - alpha e, from the round's second step; 0 if it is not given.
         clip: limit of a rank's movement, in medians of the ranks' norms in the last round; None: no
             limit.
 
@@ -94,7 +102,7 @@ class LocalConfig:
     decay: float = 1.0
     fragments: int = 1
     delay: int = 0
-    alpha: float = 0.5
+    alpha: float | None = None
     clip: float | None = None
 
     def __post_init__(self) -> None:
@@ -108,6 +116,8 @@ class LocalConfig:
         cure = "Pass Outer(lr=1.0, momentum=0.0)"
         check(isinstance(self.outer, Outer), "outer", self.outer, "is no Outer", cure)
         _check_number("decay", self.decay, 1e-6, 1.0, 0.95)
+        if self.alpha is None:
+            object.__setattr__(self, "alpha", 0.5 if self.delay else 0.0)
         _check_number("alpha", self.alpha, 0.0, 1.0, 0.5)
         if self.clip is not None:
             _check_number("clip", self.clip, 1e-3, 1e6, 2.0)
@@ -183,14 +193,17 @@ def preset_of(name: str) -> Preset:
     return PRESETS[name]
 
 
-def defaults(ratio: float) -> dict[str, Any]:
+def defaults(ratio: float, given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that `LocalSteps` takes if they are not given (docs/local-steps.md).
 
     ratio: share of the elements that the compressor sends.
     """
-    if ratio <= SPARSE:
-        return {"outer": Outer(lr=2.0), "decay": 0.9}
-    return {"outer": Outer(lr=0.7, momentum=0.5)}
+    if ratio > SPARSE:
+        return {"outer": Outer(lr=0.7, momentum=0.5)}
+    if "outer" in given:
+        return {"decay": 0.8}
+    own = {} if given.get("delay") else {"alpha": 0.5}
+    return {"outer": Outer(mean="senders"), "decay": 0.8, **own}
 
 
 def check_compression(config: Any) -> None:

@@ -24,7 +24,7 @@ from horovod_topk.core.run.runner import StepRunner
 from horovod_topk.core.run.stats import describe
 from horovod_topk.core.state.state_dict import LOCAL
 from horovod_topk.errors import ConfigError, PlanMismatchError, StateDictError
-from horovod_topk.local.outer import Rule, Told, check_tells
+from horovod_topk.local.outer import Rule, SenderCodec, Told, check_tells
 from horovod_topk.local.rounds import Fragment, Rounds, Weights
 from horovod_topk.local.settings import (
     USUAL,
@@ -71,7 +71,7 @@ def chosen(
             "has replaced it",
             cure="Pass Dense, Dense(values='bfloat16') or TopKEF",
         )
-    return compressor, LocalConfig.of({**defaults(compressor.config.ratio), **settings})
+    return compressor, LocalConfig.of({**defaults(compressor.config.ratio, settings), **settings})
 
 
 class LocalState(Attached[StepRunner[Array]], Generic[Array]):
@@ -145,7 +145,8 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
         exchange, told = exchange_of(plan, ops, collective), Told(ops)
         check_tells(rule, exchange.kind)
         name, timer = f"{prefix}.{ordinal}.{number}", getattr(collective, "timer", None)
-        runner = self.runner(plan, ops, PayloadCodec(ops), exchange, name, timer, told)
+        codec = SenderCodec(ops) if config.outer.mean == "senders" else PayloadCodec(ops)
+        runner = self.runner(plan, ops, codec, exchange, name, timer, told)
         log.info("LocalSteps %s: %s, %s", name, plan.summary(), describe(exchange))
         return Fragment(runner, told)
 
@@ -277,6 +278,8 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
         self.rounds.drop()
         if LOCAL in state:
             self.rounds.take(state[LOCAL])
+            for fragment in self.rounds.fragments:
+                fragment.keeps = False  # the weights are another rank's
 
     def reset(self) -> None:
         """As `Attached.reset`: residuals become zero; anchors and outer momentum stay."""

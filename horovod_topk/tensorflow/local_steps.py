@@ -70,6 +70,10 @@ class VariableWeights:
             new = self.read(name).value * alpha + new * (1.0 - alpha)
         v.assign(tf.reshape(tf.cast(new, v.dtype), v.shape))
 
+    def is_exact(self, name: str) -> bool:
+        """`Weights.is_exact`."""
+        return self._variables[name].dtype in (tf.float32, tf.float64)
+
     def recover(self) -> None:
         """`Weights.recover`: the inner optimizer's variables that are not finite become zero."""
         own = getattr(self._optimizer, "variables", ())

@@ -57,6 +57,10 @@ class TorchWeights:
         anchor = anchor.to(p.device).view(p.shape)
         p.copy_(anchor if alpha == 0.0 else p * alpha + anchor * (1.0 - alpha))
 
+    def is_exact(self, name: str) -> bool:
+        """`Weights.is_exact`."""
+        return self._weights(name).dtype in (torch.float32, torch.float64)
+
     def recover(self) -> None:
         """`Weights.recover`: the inner optimizer's states that are not finite begin anew."""
         for p, state in list(self._optimizer.state.items()):

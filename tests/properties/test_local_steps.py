@@ -1,7 +1,8 @@
 """The laws of local steps, on simulated ranks that run in threads.
 
 1   Nothing is lost: with momentum 0, decay 1 and outer learning rate 1 the anchor has moved by
-    the mean of all movements, less the mean of the residuals.
+    the mean of all movements, less the mean of the residuals. With a mean over senders each element
+    has moved by the mean of what was sent of it.
 2   After each outer step all ranks have the same weights, bit for bit.
 3   Dense, with an outer learning rate of 1 and no momentum, averages weights: after every step
     of SGD that is dense training.
@@ -133,6 +134,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"every": 3},
     "momentum": {"every": 3, "outer": Outer(lr=0.7, momentum=0.9), "decay": 0.9},
     "limited": {"every": 2, "clip": 1.0, "outer": Outer(lr=0.5, momentum=0.5, form="averaged")},
+    "default": {"every": 3, "outer": Outer(mean="senders"), "decay": 0.8, "alpha": 0.5},
 }
 NO_NUMBERS = {"top-k, hierarchical", "dense, reduced"}  # payloads of which carry none of each rank
 CELLS = [
@@ -166,19 +168,25 @@ def test_all_ranks_have_the_same_weights_after_each_outer_step(
     assert not same(rounds[0][0], rounds[-1][0])
 
 
-def test_nothing_is_lost() -> None:
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_nothing_is_lost(alpha: float) -> None:
+    """With alpha, a rank's weights are apart from its movement by a share of its residual."""
+
     def train(number: int, collective: Any) -> tuple[list[Tensor], ...]:
-        rank = Rank(number, collective, compression=TopKEF(**SMALL), every=4)
+        rank = Rank(number, collective, compression=TopKEF(**SMALL), every=4, alpha=alpha)
         first = anchor = rank.snapshot()
+        kept = [torch.zeros_like(p) for p in first]
         moved, inner = [torch.zeros_like(p) for p in first], list[list[Tensor]]()
         rank.optimizer.register_step_post_hook(lambda *_: inner.append(rank.snapshot()))
         for step in range(1, 21):
             rank.step()
             if step % 4 == 0:
-                pairs = zip(moved, anchor, inner[-1], strict=True)
-                moved = [total + x - w for total, x, w in pairs]
-                anchor = rank.snapshot()
-        left = [rank.state.residual(name).view(shape) for name, shape in SHAPES.items()]
+                each = zip(moved, anchor, inner[-1], kept, strict=True)
+                moved = [total + x - w - k for total, x, w, k in each]
+                anchor, left = rank.snapshot(), residuals(rank)
+                kept = [alpha * e for e in left]
+            if step % 4 == 1:
+                assert same(rank.snapshot(), inner[-1]) == (step == 1 or not alpha)
         return first, anchor, moved, left
 
     found = run(2, train)
@@ -186,6 +194,50 @@ def test_nothing_is_lost() -> None:
         first, last, *_ = found[0]
         expected = sum(moved[i] - left[i] for _, _, moved, left in found) / 2
         torch.testing.assert_close(first[i] - last[i], expected, atol=2e-5, rtol=0.0)
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_an_element_moves_by_the_mean_of_its_senders(exchange: str) -> None:
+    def train(number: int, collective: Any) -> tuple[list[Tensor], ...]:
+        settings = {**SMALL, "ratio": (0.1, 1.0) if exchange == "sharded" else 0.1}
+        method = TopKEF(**settings, exchange=exchange, values="float32")
+        mean = Outer(mean="senders")
+        rank = Rank(number, collective, compression=method, every=2, outer=mean)
+        before, inner = rank.snapshot(), list[list[Tensor]]()
+        rank.optimizer.register_step_post_hook(lambda *_: inner.append(rank.snapshot()))
+        rank.step()
+        rank.step()
+        each = zip(before, inner[-1], residuals(rank), strict=True)
+        return before, rank.snapshot(), [x - w - e for x, w, e in each]
+
+    found = run(3, train)
+    partial = 0
+    for i in range(len(SHAPES)):
+        before, after, _ = found[0]
+        sent = torch.stack([each[i] for _, _, each in found])
+        senders = (sent != 0).sum(dim=0)
+        partial += int(((senders > 0) & (senders < 3)).sum())
+        expected = sent.sum(dim=0) / senders.clamp(min=1)
+        torch.testing.assert_close(before[i] - after[i], expected, atol=1e-6, rtol=1e-5)
+    assert partial > 100
+
+
+def residuals(rank: Rank) -> list[Tensor]:
+    return [rank.state.residual(name).view(shape).clone() for name, shape in SHAPES.items()]
+
+
+def test_half_precision_keeps_nothing_that_it_would_round() -> None:
+    def train(number: int, collective: Any) -> None:
+        settings: dict[str, Any] = {"alpha": 0.5, "dtype": torch.bfloat16}
+        rank = Rank(number, collective, compression=TopKEF(**SMALL), every=2, **settings)
+        inner = list[list[Tensor]]()
+        rank.optimizer.register_step_post_hook(lambda *_: inner.append(rank.snapshot()))
+        for _ in range(3):
+            rank.step()
+        assert any(bool(e.any()) for e in residuals(rank))
+        assert same(rank.snapshot(), inner[-1])
+
+    run(2, train)
 
 
 def test_dense_averages_weights_as_dense_training() -> None:
@@ -224,7 +276,8 @@ RESUMED: dict[str, dict[str, Any]] = {
     "momentum": {"every": 5, "outer": Outer(lr=0.7, momentum=0.9), "clip": 1.0},
     "fragments": {"every": 6, "fragments": 3, "delay": 3, "compression": lambda: TopKEF(**SMALL)},
     "delayed, sharded": {"every": 6, "fragments": 2, "delay": 5, "compression": lambda: Dense()},
-    "on the host": {"every": 5, "offload": True},
+    "on the host": {"every": 5, "offload": True, "alpha": 0.5},
+    "default": {"every": 5, "outer": Outer(mean="senders"), "decay": 0.8, "alpha": 0.5},
 }
 
 
@@ -300,7 +353,7 @@ def test_another_number_of_ranks_goes_on_from_the_anchor(tmp_path: Any) -> None:
     assert not same(expected, found[0][1])
 
 
-@pytest.mark.parametrize("setting", ["plain", "momentum"])
+@pytest.mark.parametrize("setting", ["plain", "momentum", "default"])
 def test_a_movement_that_is_not_finite_leaves_no_trace(setting: str) -> None:
     def train(number: int, collective: Any) -> Any:
         rank = Rank(number, collective, compression=TopKEF(**SMALL), **SETTINGS[setting])
@@ -815,10 +868,14 @@ def test_defaults_depend_on_what_is_sent() -> None:
         return LocalSteps(inner, named, collective=None, compression=compression, **given)._config
 
     for sparse in (None, TopKEF, TopKEF(ratio=0.1)):
-        assert made(sparse) == LocalConfig(every=30, outer=Outer(lr=2.0), decay=0.9)
+        ours = LocalConfig(every=30, outer=Outer(mean="senders"), decay=0.8, alpha=0.5)
+        assert made(sparse) == ours
+        assert made(sparse, delay=5) == LocalConfig(
+            outer=Outer(mean="senders"), decay=0.8, delay=5, alpha=0.5
+        )
     for whole in (Dense, SignSGD, TopKEF(ratio=0.25)):
         assert made(whole) == LocalConfig(every=30, outer=Outer(lr=0.7, momentum=0.5))
-    assert made(TopKEF, decay=0.5, outer=Outer()) == LocalConfig(decay=0.5)
+    assert made(TopKEF, decay=0.5, outer=Outer()) == LocalConfig(decay=0.5, alpha=0.0)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -827,3 +884,28 @@ def test_presets(name: str) -> None:
     assert rank.optimizer._config == LocalConfig(**PRESETS[name].settings)
     (rank,) = run(1, lambda n, c: Rank(n, c, name, every=7))
     assert rank.optimizer._config == LocalConfig(**{**PRESETS[name].settings, "every": 7})
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_default_does_not_overshoot_where_ranks_come_to_rest(momentum: float) -> None:
+    """In a round each rank reaches its own minimum, along steep directions: an outer step at a rate
+    of 2 would mirror the weights at it, again and again."""
+    count = 4096
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(count, generator=generator)
+    steepness = torch.logspace(-2, 0, count)[torch.randperm(count, generator=generator)]
+
+    def train(number: int, collective: Any) -> float:
+        own = target + 0.3 * torch.randn(count, generator=torch.Generator().manual_seed(number + 1))
+        weights = nn.Parameter(torch.zeros(count))
+        inner = torch.optim.SGD([weights], lr=0.5 * (1 - momentum), momentum=momentum)
+        optimizer = LocalSteps(inner, [("weights", weights)], collective=collective)
+        for _ in range(30 * 60):
+            weights.grad = steepness * (weights.detach() - own)
+            optimizer.step()
+        missed = steepness * (weights.detach() - target).square()
+        return float(missed.sum() / (steepness * target.square()).sum())
+
+    found = run(4, train, patience=60.0)
+    assert len({*found}) == 1
+    assert found[0] < 0.7

@@ -14,6 +14,7 @@ from horovod_topk.config import DEFERRED
 from horovod_topk.core.run import substitute
 from horovod_topk.core.run.substitute import VARIABLE, parse
 from horovod_topk.local import call
+from horovod_topk.local.settings import Outer
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,9 @@ def test_refuses_what_is_no_compressor(text: str, message: str) -> None:
         ),
         (
             "LocalSteps('diloco', every=8)",
-            "LocalSteps(Dense(), every=8, outer=Outer(lr=0.7, momentum=0.9, form='nesterov'))",
+            "LocalSteps(Dense(), every=8, outer="
+            + repr(Outer(lr=0.7, momentum=0.9, form="nesterov", mean="ranks"))
+            + ")",
         ),
         ("TopKEF(ratio=0.01)", "TopKEF(ratio=0.01)"),
         ("none", "none"),
