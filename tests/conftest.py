@@ -16,7 +16,8 @@ training libraries (tests/integrations).
 A file sets the mark `tools` with `pytestmark`: nothing that trains needs what it tests. Each other
 test is in the tier `fast`, unless its marks leave it out. A test marked `slow` is in neither of the
 two. Of a test marked `one_in(5)` they have one parametrisation in five; `first` says where it
-begins. A property test with `@examples(20)` tries a third of 20 examples there.
+begins. Of other tests they have `MOST` parametrisations, spread over all. A property test with
+`@examples(20)` tries a third of 20 examples there.
 
 A launch of real ranks is a test in several tiers, with other cases in each of them: the table is in
 tests/distributed/launches.py.
@@ -39,6 +40,9 @@ from oracle.examples import PART, load
 # PyTorch's optimizers load it, and its LLVM ends a process that has loaded TensorFlow's before.
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
+
+MOST = 12  # parametrisations of a test in the tiers `fast` and `tools`
+GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly, and repeat no period of parameters
 
 BEGAN = pytest.StashKey[float]()
 OF_TOOLS = r"^pytestmark = .*pytest\.mark\.tools\b"  # the whole file
@@ -72,16 +76,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     In the fast tier those marked `long` begin first, one after another, and others run beside them.
     """
     tier, seen = config.getoption("--tier"), Counter[str]()
+    count = Counter(function_of(item) for item in items)
     wanted = {"fast", "tools"} if tier == "usual" else {tier}
     chosen, others = list[pytest.Item](), list[pytest.Item]()
     for item in items:
-        function = item.nodeid.split("[")[0]
-        (chosen if wanted & {*tiers_of(item, seen[function])} else others).append(item)
-        seen[function] += 1
+        name = function_of(item)
+        tiers = tiers_of(item, seen[name], count[name])
+        (chosen if wanted & {*tiers} else others).append(item)
+        seen[name] += 1
     config.hook.pytest_deselected(items=others)
     if "fast" in wanted:
         chosen.sort(key=order_of)
     items[:] = chosen
+
+
+def function_of(item: pytest.Item) -> str:
+    """The name of a test without its parameters."""
+    return item.nodeid.split("[")[0]
 
 
 def order_of(item: pytest.Item) -> float:
@@ -90,17 +101,21 @@ def order_of(item: pytest.Item) -> float:
     return math.inf if long is None else float(long.args[0])
 
 
-def tiers_of(item: pytest.Item, ordinal: int) -> tuple[str, ...]:
+def tiers_of(item: pytest.Item, ordinal: int, count: int) -> tuple[str, ...]:
     """The values of `--tier` under which a test runs.
 
     Args:
         item: the test.
         ordinal: where it is among the parametrisations of its function.
+        count: how many these are.
     """
     if tiers := item.get_closest_marker("tiers"):
         return tiers.args
     part = item.get_closest_marker("one_in")
-    left_out = part and ordinal % part.args[0] != part.kwargs.get("first", 0)
+    if part:
+        left_out = ordinal % part.args[0] != part.kwargs.get("first", 0)
+    else:
+        left_out = ordinal * GOLDEN % 1 * count >= MOST
     if left_out or item.get_closest_marker("slow"):
         return ("rest", "all")
     first = "tools" if item.get_closest_marker("tools") else "fast"

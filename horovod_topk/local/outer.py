@@ -37,6 +37,10 @@ def direction(v: Any, d: Any, outer: Outer) -> Any:
     return d + v * outer.momentum if outer.form == "nesterov" else v
 
 
+# What receivers read of a one, and the values of a payload of ones: their first bytes and data.
+Ones = tuple[float, Sequence[tuple[int, Array]]]
+
+
 class SenderCodec(PayloadCodec[Array]):
     """`PayloadCodec` whose `decode` averages each element over the ranks that have sent it.
 
@@ -45,7 +49,7 @@ class SenderCodec(PayloadCodec[Array]):
 
     def __init__(self, ops: Ops[Array]) -> None:
         super().__init__(ops)
-        self._ones: dict[bytes, Sequence[tuple[int, Array]]] = {}  # by fingerprint
+        self._ones: dict[bytes, Ones[Array]] = {}  # by fingerprint
 
     def decode(
         self, bucket: BucketPlan, gathered: Array, scale: float, gradients: Sequence[Array]
@@ -58,35 +62,32 @@ class SenderCodec(PayloadCodec[Array]):
         flags = super().decode(bucket, gathered, scale, gradients)
         partial = {t.gradient for t in bucket.tensors if not t.sends_all}
         if partial and bucket.direction != "gather":
-            counts = self._counts(bucket, gathered, gradients)
-            ranks = self.ops.rows(gathered, bucket.layout.payload_bytes)
+            ops, ranks = self.ops, self.ops.rows(gathered, bucket.layout.payload_bytes)
+            unit, ones = self._ones.get(bucket.fingerprint) or self._encoded_ones(bucket)
+            data = ops.clone(gathered)
+            for row in range(ranks):
+                for at, part in ones:
+                    ops.store(data, row * bucket.layout.payload_bytes + at, part)
+            dtype = bucket.residual_dtype
+            counts = [ops.zeros(ops.numel(g), dtype, bucket.device) for g in gradients]
+            super().decode(bucket, data, 1.0, counts)
             for at in partial:
-                mean = self.ops.divided(gradients[at], counts[at])
-                self.ops.write_scaled(mean, ranks, gradients[at], flags[at])
+                mean = ops.divided(gradients[at], counts[at])
+                ops.write_scaled(mean, ranks * unit, gradients[at], flags[at])
         return flags
 
-    def _counts(
-        self, bucket: BucketPlan, gathered: Array, gradients: Sequence[Array]
-    ) -> Sequence[Array]:
-        """The number of ranks that have sent each element."""
-        ops, size, ones = self.ops, bucket.layout.payload_bytes, self.ops.clone(gathered)
-        found = self._ones.get(bucket.fingerprint) or self._encoded_ones(bucket)
-        for row in range(ops.rows(gathered, size)):
-            for at, data in found:
-                ops.store(ones, row * size + at, data)
-        counts = [ops.zeros(ops.numel(g), bucket.residual_dtype, bucket.device) for g in gradients]
-        super().decode(bucket, ones, 1.0, counts)
-        return counts
-
-    def _encoded_ones(self, bucket: BucketPlan) -> Sequence[tuple[int, Array]]:
-        """The values of a payload whose elements are all one, and their first bytes."""
-        ops, found = self.ops, list[tuple[int, Array]]()
-        for position, piece in enumerate(bucket.tensors):
-            if piece.numel:
-                values = ops.zeros(piece.numel, bucket.residual_dtype, bucket.device)
-                ones: Any = values + 1.0  # type: ignore[operator]
-                found.append(self.encode_piece(bucket, position, ones).parts[0])
-        return self._ones.setdefault(bucket.fingerprint, found)
+    def _encoded_ones(self, bucket: BucketPlan) -> Ones[Array]:
+        """Encode a bucket whose elements are all one; formats of few bits round it."""
+        ops, found, unit = self.ops, list[tuple[int, Array]](), 1.0
+        pieces = [p for p, piece in enumerate(bucket.tensors) if piece.numel]
+        for position in sorted(pieces, key=lambda p: bucket.tensors[p].whole):
+            piece = bucket.tensors[position]
+            zeros: Any = ops.zeros(piece.numel, bucket.residual_dtype, bucket.device)
+            sent = self.encode_piece(bucket, position, zeros + (unit if piece.whole else 1.0))
+            if not piece.whole:
+                unit = ops.norm(ops.view(sent.values, 0, 1))
+            found.append(sent.parts[0])
+        return self._ones.setdefault(bucket.fingerprint, (unit, found))
 
 
 @dataclass(frozen=True)

@@ -23,19 +23,15 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from horovod_topk.core.run.runner import StepRunner
-from horovod_topk.local.outer import (
-    ANCHOR,
-    MOMENTUM,
-    Told,
-    direction,
-    momentum_after,
-)
+from horovod_topk.local.outer import ANCHOR, MOMENTUM, Told, direction, momentum_after
 from horovod_topk.local.settings import LocalConfig, median
 from horovod_topk.ops import Ops
 
 log = logging.getLogger("horovod_topk")
 
 Array = TypeVar("Array")
+
+COUNTERS = ("since", "median", "weight", "keeps")  # of a fragment, in a state dict
 
 
 class Weights(Protocol[Array]):
@@ -73,6 +69,8 @@ class Fragment(Generic[Array]):
         since: inner steps since its last exchange started.
         stages: rounds of its exchange that have begun since.
         median: the median of the ranks' norms in its last round; 0: there was none.
+        weight: what its last mean was multiplied by: 1 over the ranks' mean number of inner steps,
+            if movements count by these; else 1.
         keeps: whether its weights are apart from the movement by -alpha times the residual.
     """
 
@@ -82,6 +80,7 @@ class Fragment(Generic[Array]):
     since: int = 0
     stages: int = 0
     median: float = 0.0
+    weight: float = 1.0
     keeps: bool = False
 
     @property
@@ -122,7 +121,7 @@ class Rounds(Generic[Array]):
         for fragment in self.fragments:
             for name in fragment.names:
                 self._ops.assign(fragment.anchor(name), self._weights.read(name))
-            fragment.since, fragment.keeps = 0, False
+            fragment.since = 0
         self._restart()
         self.has_begun = True
 
@@ -174,21 +173,22 @@ class Rounds(Generic[Array]):
             self._finish(fragment)
 
     def drop(self) -> None:
-        """Forget exchanges that were abandoned."""
+        """Forget exchanges that were abandoned, and what this rank keeps of its residuals."""
         for fragment in self.fragments:
             fragment.moved.clear()
+            fragment.keeps = False
 
     def counters(self) -> dict[str, Any]:
         """The counters, for a state dict."""
-        each = [{"since": f.since, "median": f.median, "keeps": f.keeps} for f in self.fragments]
+        each = [{name: getattr(f, name) for name in COUNTERS} for f in self.fragments]
         return {"steps": self.steps, "origin": self.origin, "fragments": each}
 
     def take(self, counters: Mapping[str, Any]) -> None:
         """Load counters; the anchors are loaded, too."""
         self.steps, self.origin = counters["steps"], counters["origin"]
         for fragment, own in zip(self.fragments, counters["fragments"], strict=True):
-            fragment.since, fragment.median = own["since"], own["median"]
-            fragment.keeps = own.get("keeps", False)
+            for name in own.keys() & COUNTERS:  # states of older versions have not all of them
+                setattr(fragment, name, own[name])
         self._began, self.has_begun = self._clock(), True
 
     def _restart(self) -> None:
@@ -231,7 +231,7 @@ class Rounds(Generic[Array]):
         if not (fragment.keeps and registry.pieces[name] and self._weights.is_exact(name)):
             return None
         e: Any = registry.residual(name)
-        kept: Array = e * self._alpha
+        kept: Array = e * (self._alpha * fragment.weight)
         return kept
 
     def _movement(self, fragment: Fragment[Array], name: str) -> Array:
@@ -298,23 +298,20 @@ class Rounds(Generic[Array]):
         heard = fragment.told.heard
         fragment.median = median([norm for _, norm in heard])
         counted = sum(steps for steps, _ in heard) / len(heard) if heard else 0.0
-        weight = 1.0 / counted if self.config.seconds and counted else 1.0
-        self._move(fragment, moved, weight, is_first=is_first)
+        fragment.weight = 1.0 / counted if self.config.seconds and counted else 1.0
+        self._move(fragment, moved, is_first=is_first)
         return True
 
     def _move(
-        self,
-        fragment: Fragment[Array],
-        means: Mapping[int, Sequence[Array]],
-        weight: float,
-        *,
-        is_first: bool,
+        self, fragment: Fragment[Array], means: Mapping[int, Sequence[Array]], *, is_first: bool
     ) -> None:
         """Move the anchor by the mean movement."""
         outer, ops, states = self.config.outer, self._ops, fragment.runner.states
         for bucket in fragment.runner.plan.buckets:
             for tensor, mean in zip(bucket.gradients, means[bucket.ordinal], strict=True):
-                d: Any = mean if weight == 1.0 else mean * weight  # type: ignore[operator]
+                d: Any = mean
+                if fragment.weight != 1.0:
+                    d = d * fragment.weight
                 x: Any = fragment.anchor(tensor.spec.name)
                 if outer.momentum:
                     v: Any = states[MOMENTUM].residual(tensor.spec.name)

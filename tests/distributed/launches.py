@@ -26,8 +26,8 @@ like line has run. PyTorch's laws thus run in the fast tier on Gloo with 2 and 4
 with 3, and TensorFlow's, whose collectives are the same, on Gloo with 2 ranks; test_mixed.py has a
 TensorFlow rank over MPI. A line with `ONCE` has no case that is left for the rest.
 
-Of a test with parameters and without these marks the fast tier has one case in three in TensorFlow,
-whose graphs take long to build, and one in four under torchrun.
+Of a test with parameters and without these marks the fast tier has one case in three, one in six in
+TensorFlow, whose graphs take long to build, and one in four under torchrun.
 
 The fast tier has all cases of TensorFlow on Gloo with 2 ranks in one launch (`MERGED`), as each
 launch takes 20 seconds of processor time before its first case. The other tiers, in which they

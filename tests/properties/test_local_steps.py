@@ -196,11 +196,14 @@ def test_nothing_is_lost(alpha: float) -> None:
         torch.testing.assert_close(first[i] - last[i], expected, atol=2e-5, rtol=0.0)
 
 
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
-def test_an_element_moves_by_the_mean_of_its_senders(exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("exchange", "values"),
+    [*(("allgather", each) for each in ("int2", "int4", "float32")), ("sharded", "float32")],
+)
+def test_an_element_moves_by_the_mean_of_its_senders(exchange: str, values: str) -> None:
     def train(number: int, collective: Any) -> tuple[list[Tensor], ...]:
         settings = {**SMALL, "ratio": (0.1, 1.0) if exchange == "sharded" else 0.1}
-        method = TopKEF(**settings, exchange=exchange, values="float32")
+        method = TopKEF(**settings, exchange=exchange, values=values)
         mean = Outer(mean="senders")
         rank = Rank(number, collective, compression=method, every=2, outer=mean)
         before, inner = rank.snapshot(), list[list[Tensor]]()
@@ -429,6 +432,29 @@ def test_ranks_that_synchronize_after_different_numbers_of_rounds_are_named() ->
             rank.state._runners[0].rolled_back += 1
         with pytest.raises(PlanMismatchError, match="0 after 1 exchanges, on rank 1 after 2"):
             rank.optimizer.synchronize()
+
+    run(2, train)
+
+
+def test_a_rank_keeps_its_residual_in_units_of_a_movement() -> None:
+    """With seconds, a residual is of movements times their steps."""
+
+    def train(number: int, collective: Any) -> None:
+        settings = {**SETTINGS["default"], "every": "60s", "compression": TopKEF(**SMALL)}
+        rank = Rank(number, collective, **settings)
+        now, inner = [0.0], list[list[Tensor]]()
+        rank.state.rounds._clock = lambda: now[0]
+        rank.optimizer.begin()
+        rank.optimizer.register_step_post_hook(lambda *_: inner.append(rank.snapshot()))
+        count = (30, 10)[number]
+        for step in range(count):
+            now[0] = 60.0 * (step + 1) / count
+            rank.step()
+        assert rank.optimizer.rounds == 1
+        rank.step()
+        for w, after, e in zip(inner[-1], rank.snapshot(), residuals(rank), strict=True):
+            torch.testing.assert_close(w - after, 0.5 * e / 20, atol=1e-6, rtol=1e-3)
+        assert any(bool(e.any()) for e in residuals(rank))
 
     run(2, train)
 

@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if not any(map(item.get_closest_marker, ("everywhere", "one_in"))):
-            item.add_marker(pytest.mark.one_in(3))  # graphs take long to build
+            item.add_marker(pytest.mark.one_in(6))  # graphs take long to build
     choose(config, items, hvd.size())
     gc.freeze()
 
