@@ -935,3 +935,18 @@ def test_the_default_does_not_overshoot_where_ranks_come_to_rest(momentum: float
     found = run(4, train, patience=60.0)
     assert len({*found}) == 1
     assert found[0] < 0.7
+
+
+def test_a_capture_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, refuse, captures = torch.device("cuda", 0), local_steps.refuse_recording, [False]
+    monkeypatch.setattr(local_steps, "refuse_recording", lambda what, device: refuse(what, gpu))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
+    (rank,) = run(1, lambda n, c: Rank(n, c, every=2))
+    rank.step()
+    before, captures[0] = rank.snapshot(), True
+    with pytest.raises(UnsupportedOperationError, match=r"LocalSteps.step\(\) would be recorded"):
+        rank.step()
+    assert same(before, rank.snapshot())
+    captures[0] = False
+    rank.step()
+    assert rank.optimizer.rounds == 1
