@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec.codec import PayloadCodec
 from horovod_topk.core.plan.buckets import BucketPlan
+from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.run.follower import FollowerArenas
 from horovod_topk.core.state.named_state import as_row
 from horovod_topk.errors import ConfigError
@@ -44,11 +45,17 @@ Ones = tuple[float, Sequence[tuple[int, Array]]]
 class SenderCodec(PayloadCodec[Array]):
     """`PayloadCodec` whose `decode` averages each element over the ranks that have sent it.
 
-    Its senders are counted by decoding the same payloads with ones in place of their values.
+    Its senders are counted by decoding the same payloads with ones in place of their values. A node
+    counts by its ranks, and with `by_steps` a rank by its inner steps.
+
+    Args:
+        nodes: whose sums payloads are; None: payloads are of ranks.
+        by_steps: whether movements count by their inner steps.
     """
 
-    def __init__(self, ops: Ops[Array]) -> None:
+    def __init__(self, ops: Ops[Array], nodes: Nodes | None, *, by_steps: bool) -> None:
         super().__init__(ops)
+        self._nodes, self._by_steps = nodes, by_steps
         self._ones: dict[bytes, Ones[Array]] = {}  # by fingerprint
 
     def decode(
@@ -62,19 +69,51 @@ class SenderCodec(PayloadCodec[Array]):
         flags = super().decode(bucket, gathered, scale, gradients)
         partial = {t.gradient for t in bucket.tensors if not t.sends_all}
         if partial and bucket.direction != "gather":
-            ops, ranks = self.ops, self.ops.rows(gathered, bucket.layout.payload_bytes)
-            unit, ones = self._ones.get(bucket.fingerprint) or self._encoded_ones(bucket)
-            data = ops.clone(gathered)
-            for row in range(ranks):
-                for at, part in ones:
-                    ops.store(data, row * bucket.layout.payload_bytes + at, part)
-            dtype = bucket.residual_dtype
-            counts = [ops.zeros(ops.numel(g), dtype, bucket.device) for g in gradients]
-            super().decode(bucket, data, 1.0, counts)
+            weights, ops = self._weights(bucket, gathered), self.ops
+            counts = self._counts(bucket, gathered, gradients, weights)
             for at in partial:
                 mean = ops.divided(gradients[at], counts[at])
-                ops.write_scaled(mean, ranks * unit, gradients[at], flags[at])
+                ops.write_scaled(mean, sum(weights), gradients[at], flags[at])
         return flags
+
+    def _weights(self, bucket: BucketPlan, gathered: Array) -> list[float]:
+        """What each payload counts by."""
+        payloads = range(self.ops.rows(gathered, bucket.layout.payload_bytes))
+        if self._nodes is not None:
+            ranks = [bucket.sender(row * bucket.writers) for row in payloads]
+            return [float(len(self._nodes.of(rank))) for rank in ranks]
+        if self._by_steps:
+            arrived = self.measures.tensor_numbers[bucket.ordinal]
+            return [steps for steps, _ in read(self.ops, arrived)]
+        return [1.0 for _ in payloads]
+
+    def _counts(
+        self,
+        bucket: BucketPlan,
+        gathered: Array,
+        gradients: Sequence[Array],
+        weights: Sequence[float],
+    ) -> Sequence[Array]:
+        """The sum of the weights of the payloads that have each element."""
+        ops, width, measures = self.ops, bucket.layout.payload_bytes, self.measures
+        unit, ones = self._ones.get(bucket.fingerprint) or self._encoded_ones(bucket)
+        data = ops.clone(gathered)
+        for row in range(len(weights)):
+            for at, part in ones:
+                ops.store(data, row * width + at, part)
+        whole = len({*weights}) == 1
+        size = width * len(weights) if whole else width
+        counts = list[Any]()
+        arrived, numbers = dict(measures.arrived), dict(measures.tensor_numbers)
+        dtype, device = bucket.residual_dtype, bucket.device
+        for row, weight in enumerate(weights[:1] if whole else weights):
+            found = [ops.zeros(ops.numel(gradient), dtype, device) for gradient in gradients]
+            some = ops.view(data, row * size, (row + 1) * size)
+            super().decode(bucket, some, weight / unit, found)
+            counts = [a + b for a, b in zip(counts, found, strict=True)] if counts else found
+        measures.arrived.update(arrived)  # of all payloads
+        measures.tensor_numbers.update(numbers)
+        return counts
 
     def _encoded_ones(self, bucket: BucketPlan) -> Ones[Array]:
         """Encode a bucket whose elements are all one; formats of few bits round it."""
@@ -135,6 +174,12 @@ def check_tells(rule: Rule, exchange: str) -> None:
             f"exchange={exchange!r} does not carry",
             cure="Pass exchange='allgather' or exchange='sharded' to the compressor",
         )
+    if rule.config.seconds and rule.config.outer.mean == "senders" and exchange == "sharded":
+        raise ConfigError(
+            "every= in seconds with mean='senders' needs the steps of every rank, which owners of "
+            "exchange='sharded' do not have when they average",
+            cure="Pass exchange='allgather' to the compressor, or outer=Outer(mean='ranks')",
+        )
 
 
 @dataclass
@@ -178,6 +223,10 @@ class Listener(Generic[Array]):
     def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, message: Any) -> None:
         """`Follower.finish`: note what the ranks have told. Waits for the device."""
         if message is not None:
-            ops = self.told.ops
-            rows = (ops.row(message, i) for i in range(ops.rows(message, NUMBERS.size)))
-            self.told.heard = [NUMBERS.unpack(ops.to_host(row)) for row in rows]
+            self.told.heard = read(self.told.ops, message)
+
+
+def read(ops: Ops[Array], message: Array) -> list[tuple[float, float]]:
+    """Inner steps of each rank, and the norm of its movement."""
+    rows = (ops.row(message, i) for i in range(ops.rows(message, NUMBERS.size)))
+    return [NUMBERS.unpack(ops.to_host(row)) for row in rows]

@@ -145,7 +145,10 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
         exchange, told = exchange_of(plan, ops, collective), Told(ops)
         check_tells(rule, exchange.kind)
         name, timer = f"{prefix}.{ordinal}.{number}", getattr(collective, "timer", None)
-        codec = SenderCodec(ops) if config.outer.mean == "senders" else PayloadCodec(ops)
+        codec = PayloadCodec(ops)
+        if config.outer.mean == "senders":
+            nodes = exchange.nodes if exchange.kind == "hierarchical" else None
+            codec = SenderCodec(ops, nodes, by_steps=bool(config.seconds))
         runner = self.runner(plan, ops, codec, exchange, name, timer, told)
         log.info("LocalSteps %s: %s, %s", name, plan.summary(), describe(exchange))
         return Fragment(runner, told)

@@ -92,6 +92,8 @@ def test_local_steps_are_written_as_they_are_read(text: str, written: str) -> No
         ("LocalSteps(Dense, evry=30)", "LocalSteps has no setting 'evry'"),
         ("LocalSteps(Dense, every=0)", "every=0"),
         ("LocalSteps(Dense, outer=open('x'))", "is not a literal"),
+        ("LocalSteps(Dense, outer=Outer(mean='all'))", "mean='all' is not one of the choices"),
+        ("LocalSteps(Dense, outer=Outer(rate=2))", "unexpected keyword argument 'rate'"),
         ("LocalSteps(Dense(ratio=7))", "ratio"),
         ("LocalSteps(open('x'))", "is not a compressor"),
     ],

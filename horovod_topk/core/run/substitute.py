@@ -87,9 +87,12 @@ def call_of(text: str, kinds: Mapping[str, type]) -> tuple[str, dict[str, Any]]:
             raise ConfigError(f"{text!r}: each setting has to be named once", cure=cure)
         try:
             settings[keyword.arg] = _value(keyword.value, kinds)
-        except ValueError as error:
+        except ConfigError:  # of an object's settings, whose error names them
+            raise
+        except (TypeError, ValueError) as error:
             value = ast.unparse(keyword.value)
-            raise ConfigError(f"{keyword.arg}={value} is not a literal", cure=cure) from error
+            problem = f"{keyword.arg}={value} is not a literal ({error})"
+            raise ConfigError(problem, cure=cure) from error
     return node.func.id, settings
 
 
