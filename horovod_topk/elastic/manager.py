@@ -282,7 +282,7 @@ class Manager:
         state = self._state()
         if state is None or not self.units:
             return 0
-        factor = rescaling(state.reduction, self.units, present.ranks)
+        factor = rescaling(state.residual_reduction, self.units, present.ranks)
         if self._pooled:  # the remaining ranks have a share of the residuals of ranks that left
             factor *= self.units / len(present.old)
         place = [present.statuses[rank].member for rank in present.old].index(self._member)
@@ -292,7 +292,7 @@ class Manager:
         inherited = self._read(files[place :: len(present.old)], kept["shapes"], state.framework)
         residuals = {name: e * factor for name, e in kept["residuals"].items()}
         for contents in inherited.values():
-            share = rescaling(state.reduction, contents["units"], present.ranks)
+            share = rescaling(state.residual_reduction, contents["units"], present.ranks)
             for name, e in contents["residuals"].items():
                 mine = residuals[name]
                 residuals[name] = mine + share * self._talk.beside(e, mine)

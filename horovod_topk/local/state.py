@@ -145,13 +145,20 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
         exchange, told = exchange_of(plan, ops, collective), Told(ops)
         check_tells(rule, exchange.kind)
         name, timer = f"{prefix}.{ordinal}.{number}", getattr(collective, "timer", None)
-        codec = PayloadCodec(ops)
-        if config.outer.mean == "senders":
+        codec, by_senders = PayloadCodec(ops), config.outer.mean == "senders"
+        if by_senders:
             nodes = exchange.nodes if exchange.kind == "hierarchical" else None
             codec = SenderCodec(ops, nodes, by_steps=bool(config.seconds))
         runner = self.runner(plan, ops, codec, exchange, name, timer, told)
+        if by_senders:  # a residual moves an element by itself, however many ranks there are
+            runner.residual_reduction = "sum"
         log.info("LocalSteps %s: %s, %s", name, plan.summary(), describe(exchange))
         return Fragment(runner, told)
+
+    @property
+    def residual_reduction(self) -> str:
+        """`Attached.residual_reduction`."""
+        return self._runners[0].residual_reduction
 
     @property
     def _states(self) -> Sequence[StepRunner[Array]]:

@@ -31,7 +31,8 @@ class Rank(Member):
     framework, active, part = "numpy", True, ""
 
     def __init__(self, commit_dir: Path | None, reduction: str) -> None:
-        self.reduction, self.tensors = reduction, SHAPES
+        self.reduction = self.residual_reduction = reduction
+        self.tensors = SHAPES
         self.residuals = {n: np.zeros(np.prod(s), "f4") for n, s in SHAPES.items()}
         self.clock = Clock(0)
         self.agreed: Plan | None = None

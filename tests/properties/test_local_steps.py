@@ -16,7 +16,7 @@ import copy
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +27,8 @@ from torch._dynamo.utils import counters
 import horovod_topk.ddp as adapter
 from horovod_topk import checkpoint
 from horovod_topk.core.exchange.loopback import Loopback
+from horovod_topk.core.plan.nodes import Location
+from horovod_topk.core.state.reshard import rescaling
 from horovod_topk.ddp import Dense, Outer, PowerSGD, SignSGD, TopKEF
 from horovod_topk.ddp.compressor import Compressor
 from horovod_topk.errors import (
@@ -87,9 +89,14 @@ class Rank:
         return [p.detach().clone() for p in self.weights.values()]
 
 
-def run(ranks: int, body: Callable[[int, Any], Any], patience: float = 20.0) -> list[Any]:
+def run(
+    ranks: int,
+    body: Callable[[int, Any], Any],
+    patience: float = 20.0,
+    locations: Sequence[Location] | None = None,
+) -> list[Any]:
     """Run a function of rank and collective on simulated ranks; the first error is raised."""
-    network = Loopback(ranks, TorchOps(), patience=patience)
+    network = Loopback(ranks, TorchOps(), patience=patience, locations=locations)
     found: list[Any] = [None] * ranks
     errors: list[BaseException] = []
 
@@ -225,8 +232,59 @@ def test_an_element_moves_by_the_mean_of_its_senders(exchange: str, values: str)
     assert partial > 100
 
 
+def test_a_node_counts_by_its_ranks() -> None:
+    """An element that one node has sent moves by the mean of that node."""
+    hosts = "abbb"
+    locations = [Location(host, i - hosts.index(host), 0) for i, host in enumerate(hosts)]
+
+    def train(number: int, collective: Any) -> tuple[list[Tensor], ...]:
+        method = TopKEF(**SMALL, exchange="hierarchical", values="float32")
+        rank = Rank(
+            number,
+            collective,
+            compression=method,
+            every=1,
+            outer=Outer(mean="senders"),
+            inner=lambda params: torch.optim.SGD(params, lr=1.0),
+        )
+        before = rank.snapshot()
+        for p in rank.weights.values():
+            p.grad = torch.zeros_like(p)
+            p.grad.view(-1)[0 if number else 1] = 8.0
+            p.grad.view(-1)[2] = 1.0 + 4.0 * (number > 0)
+        rank.optimizer.step()
+        return before, rank.snapshot()
+
+    before, after = run(4, train, locations=locations)[0]
+    for was, now in zip(before, after, strict=True):
+        if was.numel() > 7:
+            moved = (was - now).view(-1)[:3].tolist()
+            assert moved == pytest.approx([8.0, 8.0, 4.0], rel=1e-5)
+
+
 def residuals(rank: Rank) -> list[Tensor]:
     return [rank.state.residual(name).view(shape).clone() for name, shape in SHAPES.items()]
+
+
+@pytest.mark.parametrize(("mean", "factor"), [("ranks", 2.0), ("senders", 1.0)])
+def test_residuals_keep_their_units_when_ranks_join(mean: str, factor: float) -> None:
+    """One rank's residual of an element moves it by as much, however many others send nothing."""
+
+    def train(number: int, collective: Any) -> None:
+        rank = Rank(
+            number, collective, compression=TopKEF(**SMALL), every=1, outer=Outer(mean=mean)
+        )
+        rank.step()
+        before = residuals(rank)
+        rank.state._runners[0].ranks_before = 1
+        rank.optimizer.param_groups[0]["lr"] = 0.0
+        rank.step()
+        pairs = zip(residuals(rank), before, strict=True)
+        unsent = [(e != 0) & (e == factor * was) for e, was in pairs]
+        assert sum(int(each.sum()) for each in unsent) > 2000
+        assert rescaling(rank.state.residual_reduction, 1, 2) == factor
+
+    run(2, train)
 
 
 def test_half_precision_keeps_nothing_that_it_would_round() -> None:
@@ -487,6 +545,36 @@ def test_ranks_count_by_their_number_of_steps() -> None:
         expected = before - (3 * 3.0 + 1 * 5.0) / 4
         torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5)
     assert same(*found)
+
+
+def test_an_element_of_a_fast_rank_alone_moves_by_its_movement() -> None:
+    """And not by as many of them as the rank has taken more steps than the mean."""
+
+    def train(number: int, collective: Any) -> list[float]:
+        rank = Rank(
+            number,
+            collective,
+            compression=TopKEF(**SMALL, values="float32"),
+            every="60s",
+            outer=Outer(mean="senders"),
+            inner=lambda params: torch.optim.SGD(params, lr=1.0),
+        )
+        now, count = [0.0], (9, 1, 1)[number]
+        rank.state.rounds._clock = lambda: now[0]
+        rank.optimizer.begin()
+        before = rank.snapshot()[0]
+        for step in range(count):
+            now[0] = 60.0 * (step + 1) / count
+            for p in rank.weights.values():
+                p.grad = torch.zeros_like(p)
+                p.grad.view(-1)[number] = 1.0
+            rank.optimizer.step()
+        assert rank.optimizer.rounds == 1
+        moved: list[float] = (before - rank.snapshot()[0]).view(-1)[:4].tolist()
+        return moved
+
+    for moved in run(3, train):
+        assert moved == pytest.approx([9.0, 1.0, 1.0, 0.0], rel=1e-5)
 
 
 def test_a_movement_is_limited_by_the_median_of_the_last_round() -> None:

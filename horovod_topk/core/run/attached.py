@@ -81,6 +81,11 @@ class Attached(Generic[Kept]):
         return self._reduction
 
     @property
+    def residual_reduction(self) -> str:
+        """As `reduction`, by which residuals are rescaled when ranks join or leave."""
+        return self._reduction
+
+    @property
     def tensors(self) -> dict[str, list[int]]:
         """Shapes of the compressed gradients that are known so far, by name."""
         specs = (spec for state in self._states for spec in state.specs().items())

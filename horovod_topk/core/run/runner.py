@@ -268,7 +268,7 @@ class StepRunner(State[Array]):
         ranks = self.exchange.ranks
         before, self.ranks_before = self.ranks_before, ranks
         if before is not None and before != ranks:
-            self.registry.scale(rescaling(self.plan.reduction, before, ranks))
+            self.registry.scale(rescaling(self.residual_reduction, before, ranks))
         if self.rates is not None:
             self._rescale(self.rates.rescalings(self.counter.committed))
         facts = self._pack_facts()

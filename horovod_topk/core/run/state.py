@@ -83,6 +83,8 @@ class State(Counting[Array]):
         later: names of tensors that may still become known.
         rates: learning rates for rescaling residuals; None: residuals are not rescaled.
         ranks_before: number of ranks in the last step; None: there was no step.
+        residual_reduction: "average" or "sum", which says how residuals are rescaled when ranks
+            join or leave.
         allocation: which share of its elements each tensor sends; empty: all have the same ratio.
     """
 
@@ -96,6 +98,7 @@ class State(Counting[Array]):
     ) -> None:
         super().__init__()
         self.config, self.reduction, self._ops = config, reduction, ops
+        self.residual_reduction = reduction
         self.update_rule = update_rule
         self.schedule, self.guard = Schedule(config), Watch(config.guard)
         self.counter: Counter = HostCounter() if counter is None else counter
