@@ -1,8 +1,8 @@
 """Local steps as text: `LocalSteps(TopKEF(ratio=0.02, momentum=0), every=30)`.
 
-The first argument is a compressor, or the name of a preset in quotes; it is `TopKEF` by default.
-The keywords are the settings of `horovod_topk.local.settings.LocalConfig`. The text is parsed and
-never evaluated.
+The first argument is a compressor, or the name of a preset in quotes; without it the compressor is
+that of `LocalSteps` without one. The keywords are the settings of
+`horovod_topk.local.settings.LocalConfig`. The text is parsed and never evaluated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from horovod_topk.config import check_settings
 from horovod_topk.core.run import substitute
 from horovod_topk.core.run.substitute import Substitute
 from horovod_topk.errors import ConfigError
-from horovod_topk.local.settings import LocalConfig, Outer, preset_of
+from horovod_topk.local.settings import USUAL, LocalConfig, Outer, preset_of
 from horovod_topk.methods import METHODS
 
 NAME = "LocalSteps"
@@ -52,11 +52,13 @@ def parse(text: str) -> Substitute | LocalCall:
         )
     keywords = ast.Call(call.func, [], call.keywords)
     _, settings = substitute.call_of(ast.unparse(keywords), {"Outer": Outer})
-    first = call.args[0] if call.args else ast.Name("TopKEF")
+    first = call.args[0] if call.args else None
     if isinstance(first, ast.Constant):
         preset = preset_of(str(first.value))
         compressor = Substitute(preset.method, preset.compression)
         settings = {**preset.settings, **settings}
+    elif first is None:
+        compressor = Substitute("TopKEF", USUAL)
     else:
         compressor = substitute.parse(ast.unparse(first))
     if compressor.is_horovods:

@@ -63,7 +63,10 @@ def test_refuses_what_is_no_compressor(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "written"),
     [
-        ("LocalSteps(every=10)", "LocalSteps(TopKEF(), every=10)"),
+        (
+            "LocalSteps(every=10)",
+            "LocalSteps(TopKEF(ratio=0.015625, values='int2', momentum=0), every=10)",
+        ),
         (
             " LocalSteps(TopKEF(ratio=0.02, momentum=0), every='60s', decay=0.95)",
             "LocalSteps(TopKEF(ratio=0.02, momentum=0), every='60s', decay=0.95)",
