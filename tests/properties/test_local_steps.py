@@ -249,7 +249,7 @@ def test_a_node_counts_by_its_ranks() -> None:
         )
         before = rank.snapshot()
         for p in rank.weights.values():
-            p.grad = torch.zeros_like(p)
+            p.grad = of_its_own(p, 2 if number else 1)
             p.grad.view(-1)[0 if number else 1] = 8.0
             p.grad.view(-1)[2] = 1.0 + 4.0 * (number > 0)
         rank.optimizer.step()
@@ -260,6 +260,13 @@ def test_a_node_counts_by_its_ranks() -> None:
         if was.numel() > 7:
             moved = (was - now).view(-1)[:3].tolist()
             assert moved == pytest.approx([8.0, 8.0, 4.0], rel=1e-5)
+
+
+def of_its_own(p: Tensor, number: int) -> Tensor:
+    """A gradient with as many small elements as are sent, which no other rank has."""
+    count, gradient = p.numel() // 8, torch.zeros_like(p)
+    gradient.view(-1)[4 + number * count : 4 + (number + 1) * count] = 0.01
+    return gradient
 
 
 def residuals(rank: Rank) -> list[Tensor]:
@@ -566,7 +573,7 @@ def test_an_element_of_a_fast_rank_alone_moves_by_its_movement() -> None:
         for step in range(count):
             now[0] = 60.0 * (step + 1) / count
             for p in rank.weights.values():
-                p.grad = torch.zeros_like(p)
+                p.grad = of_its_own(p, number)
                 p.grad.view(-1)[number] = 1.0
             rank.optimizer.step()
         assert rank.optimizer.rounds == 1
