@@ -163,11 +163,15 @@ def test_in_seconds() -> None:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("settings", [{}, {"fragments": 2, "delay": 1}], ids=["plain", "fragments"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"alpha": 0.5}, {"fragments": 2, "delay": 1}],
+    ids=["alpha", "fragments"],
+)
 @pytest.mark.parametrize("by", ["checkpoint", "tensorflow"])
 def test_resume_in_mid_round(by: str, settings: dict[str, Any], tmp_path: Path) -> None:
     folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
-    outer = Outer(lr=0.7, momentum=0.9)
+    outer = Outer(lr=0.7, momentum=0.9, mean="senders")
     made = [TopKEF(ratio=0.1, min_numel=0) for _ in range(2)]
     whole, other = (
         Alone(every=3, compression=each, outer=outer, decay=0.9, **settings) for each in made
