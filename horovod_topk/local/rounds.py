@@ -31,7 +31,7 @@ log = logging.getLogger("horovod_topk")
 
 Array = TypeVar("Array")
 
-COUNTERS = ("since", "median", "weight", "keeps")  # of a fragment, in a state dict
+COUNTERS = ("since", "median", "keeps")  # of a fragment, in a state dict
 
 
 class Weights(Protocol[Array]):
@@ -231,7 +231,7 @@ class Rounds(Generic[Array]):
         if not (fragment.keeps and registry.pieces[name] and self._weights.is_exact(name)):
             return None
         e: Any = registry.residual(name)
-        kept: Array = e * (self._alpha * fragment.weight)
+        kept: Array = e * self._alpha
         return kept
 
     def _movement(self, fragment: Fragment[Array], name: str) -> Array:
@@ -254,15 +254,29 @@ class Rounds(Generic[Array]):
             norm = math.hypot(*(self._ops.norm(each) for moved in found.values() for each in moved))
             limit = self.config.clip * fragment.median
             factor = limit / norm if limit and norm > limit else 1.0
-        fragment.told.own = float(fragment.since), norm
+        steps = max(1.0, fragment.since)
+        fragment.told.own = steps, norm
         if self.config.seconds:
-            factor *= fragment.since
+            factor *= steps
         for moved in found.values():
             for each in moved if factor != 1.0 else ():
                 self._ops.write_scaled(self._ops.clone(each), factor, each, False)
+        if self.config.seconds and steps > 1.0:  # of a residual, too: the exchange adds it once
+            self._add_residuals(fragment, found, steps - 1.0)
         for ordinal, moved in found.items():
             runner.launch(ordinal, moved)
         fragment.moved, fragment.since, fragment.stages = found, 0, 0
+
+    def _add_residuals(
+        self, fragment: Fragment[Array], found: Mapping[int, Sequence[Array]], factor: float
+    ) -> None:
+        """Add residuals times a factor to movements."""
+        registry = fragment.runner.registry
+        for bucket in fragment.runner.plan.buckets:
+            for tensor, moved in zip(bucket.gradients, found[bucket.ordinal], strict=True):
+                if registry.pieces[tensor.spec.name]:
+                    e: Any = registry.residual(tensor.spec.name)
+                    self._ops.subtract_at(moved, None, e * -factor)
 
     def _advance(self, step: int) -> None:
         """Start the next rounds of exchanges in the background, at steps that the plan fixes."""
@@ -294,6 +308,9 @@ class Rounds(Generic[Array]):
                 if each is fragment or not self._is_finite(each):
                     self._go_on(each, 0.0)
             return False
+        if self.config.seconds and fragment.told.own[0] > 1.0:  # back to those of a movement
+            runner.registry.scale(1.0 / fragment.told.own[0])
+            runner.has_changed()
         runner.decay_residuals(self.config.decay)
         heard = fragment.told.heard
         fragment.median = median([norm for _, norm in heard])

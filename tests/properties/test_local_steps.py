@@ -502,7 +502,7 @@ def test_ranks_that_synchronize_after_different_numbers_of_rounds_are_named() ->
 
 
 def test_a_rank_keeps_its_residual_in_units_of_a_movement() -> None:
-    """With seconds, a residual is of movements times their steps."""
+    """With seconds, too, where payloads are of movements times their steps."""
 
     def train(number: int, collective: Any) -> None:
         settings = {**SETTINGS["default"], "every": "60s", "compression": TopKEF(**SMALL)}
@@ -518,8 +518,36 @@ def test_a_rank_keeps_its_residual_in_units_of_a_movement() -> None:
         assert rank.optimizer.rounds == 1
         rank.step()
         for w, after, e in zip(inner[-1], rank.snapshot(), residuals(rank), strict=True):
-            torch.testing.assert_close(w - after, 0.5 * e / 20, atol=1e-6, rtol=1e-3)
+            torch.testing.assert_close(w - after, 0.5 * e, atol=1e-6, rtol=1e-3)
         assert any(bool(e.any()) for e in residuals(rank))
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("mean", ["ranks", "senders"])
+def test_a_short_round_moves_by_no_multiple_of_residuals(mean: str) -> None:
+    """With seconds, the last round of a run ends after any number of steps."""
+
+    def train(number: int, collective: Any) -> None:
+        method = TopKEF(**SMALL, values="float32")
+        rank = Rank(
+            number, collective, every="60s", outer=Outer(mean=mean), compression=method, decay=0.5
+        )
+        now = [0.0]
+        rank.state.rounds._clock = lambda: now[0]
+        rank.optimizer.begin()
+        for step in range(30):
+            now[0] = 2.0 * (step + 1)
+            rank.step()
+        assert rank.optimizer.rounds == 1
+        before = rank.snapshot()
+        rank.optimizer.param_groups[0]["lr"] = 0.0
+        if number == 0:
+            rank.step()
+        rank.optimizer.synchronize()
+        moved = zip(before, rank.snapshot(), strict=True)
+        most = max(float((x - w).abs().max()) for x, w in moved)
+        assert 0.0 < most < 0.3  # 30 steps of AdamW at 0.01
 
     run(2, train)
 
