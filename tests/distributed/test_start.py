@@ -39,3 +39,14 @@ def test_a_script_trains_two_ranks(name: str, tmp_path: Path) -> None:
     assert launch.returncode == 0, launch.describe()
     assert "loss " in launch.output
     assert "100 committed, 0 rolled back" in launch.output
+
+
+@pytest.mark.timeout(LIMIT + 60)
+def test_the_example_with_local_steps_learns(tmp_path: Path) -> None:
+    """SGD at a high rate: an outer rate of 2 ended at 88 bits a byte."""
+    example = str(REPOSITORY / "examples/ddp_bytelm.py")
+    job = [*TORCHRUN, "--nproc-per-node", "2", example, "--local-steps", "30"]
+    launch = run(job, tmp_path, LIMIT, {})
+    assert launch.returncode == 0, launch.describe()
+    (bits,) = re.findall(r"TopKEF: (\d+\.\d+) bits a byte", launch.output)
+    assert float(bits) < 4.3
