@@ -16,8 +16,8 @@ training libraries (tests/integrations).
 A file sets the mark `tools` with `pytestmark`: nothing that trains needs what it tests. Each other
 test is in the tier `fast`, unless its marks leave it out. A test marked `slow` is in neither of the
 two. Of a test marked `one_in(5)` they have one parametrisation in five; `first` says where it
-begins. Of other tests they have `MOST` parametrisations, spread over all. A property test with
-`@examples(20)` tries a third of 20 examples there.
+begins. Of other tests in the folders `SPREAD` they have `MOST` parametrisations, spread over all. A
+property test with `@examples(20)` tries a third of 20 examples there.
 
 A launch of real ranks is a test in several tiers, with other cases in each of them: the table is in
 tests/distributed/launches.py.
@@ -41,7 +41,8 @@ from oracle.examples import PART, load
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
-MOST = 12  # parametrisations of a test in the tiers `fast` and `tools`
+SPREAD = ("contract", "kernels", "properties")
+MOST = 12  # parametrisations of a test there in the tiers `fast` and `tools`
 GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly, and repeat no period of parameters
 
 BEGAN = pytest.StashKey[float]()
@@ -115,7 +116,7 @@ def tiers_of(item: pytest.Item, ordinal: int, count: int) -> tuple[str, ...]:
     if part:
         left_out = ordinal % part.args[0] != part.kwargs.get("first", 0)
     else:
-        left_out = ordinal * GOLDEN % 1 * count >= MOST
+        left_out = item.path.parent.name in SPREAD and ordinal * GOLDEN % 1 * count >= MOST
     if left_out or item.get_closest_marker("slow"):
         return ("rest", "all")
     first = "tools" if item.get_closest_marker("tools") else "fast"
