@@ -34,11 +34,14 @@ def momentum_after(v: Any, d: Any, outer: Outer) -> Any:
 
 
 def direction(v: Any, d: Any, outer: Outer) -> Any:
-    """v; nesterov: d + mu v. v is that after the step, which is x -= lr times this."""
+    """Return what the anchor moves by, over -lr: v, or d + mu v in Nesterov's form.
+
+    v: the momentum after `momentum_after`.
+    """
     return d + v * outer.momentum if outer.form == "nesterov" else v
 
 
-# What receivers read of a one, and the values of a payload of ones: their first bytes and data.
+# The number that a 1 is rounded to; for each tensor the first byte and the data of its values.
 Ones = tuple[float, Sequence[tuple[int, Array]]]
 
 
@@ -49,7 +52,7 @@ class SenderCodec(PayloadCodec[Array]):
     counts by its ranks, and with `by_steps` a rank by its inner steps.
 
     Args:
-        nodes: whose sums payloads are; None: payloads are of ranks.
+        nodes: the nodes, if a payload holds the sum over a node; None: it is of one rank.
         by_steps: whether movements count by their inner steps.
     """
 
@@ -61,9 +64,9 @@ class SenderCodec(PayloadCodec[Array]):
     def decode(
         self, bucket: BucketPlan, gathered: Array, scale: float, gradients: Sequence[Array]
     ) -> Sequence[bool]:
-        """As `PayloadCodec.decode`, times the number of ranks over that of the senders.
+        """As `PayloadCodec.decode`, times the number of ranks over the number of senders.
 
-        What an owner sends back, it has averaged.
+        Payloads that owners send back hold means over senders: they are decoded as they are.
         """
         self.waiting = None  # decode now
         flags = super().decode(bucket, gathered, scale, gradients)
@@ -77,7 +80,7 @@ class SenderCodec(PayloadCodec[Array]):
         return flags
 
     def _weights(self, bucket: BucketPlan, gathered: Array) -> list[float]:
-        """What each payload counts by."""
+        """Return the weight of each payload in a mean."""
         payloads = range(self.ops.rows(gathered, bucket.layout.payload_bytes))
         if self._nodes is not None:
             ranks = [bucket.sender(row * bucket.writers) for row in payloads]
@@ -94,7 +97,7 @@ class SenderCodec(PayloadCodec[Array]):
         gradients: Sequence[Array],
         weights: Sequence[float],
     ) -> Sequence[Array]:
-        """The sum of the weights of the payloads that have each element."""
+        """Return for each element the sum of the weights of the payloads that hold it."""
         ops, width, measures = self.ops, bucket.layout.payload_bytes, self.measures
         unit, ones = self._ones.get(bucket.fingerprint) or self._encoded_ones(bucket)
         data = ops.clone(gathered)
@@ -116,7 +119,7 @@ class SenderCodec(PayloadCodec[Array]):
         return counts
 
     def _encoded_ones(self, bucket: BucketPlan) -> Ones[Array]:
-        """Encode a bucket whose elements are all one; formats of few bits round it."""
+        """Encode a bucket whose elements are all 1. Formats of few bits round the 1."""
         ops, found, unit = self.ops, list[tuple[int, Array]](), 1.0
         pieces = [p for p, piece in enumerate(bucket.tensors) if piece.numel]
         for position in sorted(pieces, key=lambda p: bucket.tensors[p].whole):
@@ -227,6 +230,6 @@ class Listener(Generic[Array]):
 
 
 def read(ops: Ops[Array], message: Array) -> list[tuple[float, float]]:
-    """Inner steps of each rank, and the norm of its movement."""
+    """Return each rank's number of inner steps, and the norm of its movement."""
     rows = (ops.row(message, i) for i in range(ops.rows(message, NUMBERS.size)))
     return [NUMBERS.unpack(ops.to_host(row)) for row in rows]

@@ -69,9 +69,7 @@ class Fragment(Generic[Array]):
         since: inner steps since its last exchange started.
         stages: rounds of its exchange that have begun since.
         median: the median of the ranks' norms in its last round; 0: there was none.
-        weight: what its last mean was multiplied by: 1 over the ranks' mean number of inner steps,
-            if movements count by these; else 1.
-        keeps: whether its weights are apart from the movement by -alpha times the residual.
+        keeps: whether this rank has moved its weights by -alpha times the residual in this round.
     """
 
     runner: StepRunner[Array]
@@ -80,7 +78,6 @@ class Fragment(Generic[Array]):
     since: int = 0
     stages: int = 0
     median: float = 0.0
-    weight: float = 1.0
     keeps: bool = False
 
     @property
@@ -173,7 +170,7 @@ class Rounds(Generic[Array]):
             self._finish(fragment)
 
     def drop(self) -> None:
-        """Forget exchanges that were abandoned, and what this rank keeps of its residuals."""
+        """Forget abandoned exchanges; what `_keep` has subtracted counts as movement now."""
         for fragment in self.fragments:
             fragment.moved.clear()
             fragment.keeps = False
@@ -211,7 +208,7 @@ class Rounds(Generic[Array]):
                 self._go_on(fragment, self._alpha)
 
     def _keep(self) -> None:
-        """After the first inner step of a round: move this rank by what it has not sent."""
+        """Move the weights by -alpha times the residual after the first inner step of a round."""
         for fragment in self.fragments if self._alpha else ():
             if fragment.since == 1:
                 fragment.keeps = True
@@ -223,9 +220,10 @@ class Rounds(Generic[Array]):
                         self._weights.blend(name, moved, 0.0)
 
     def _kept(self, fragment: Fragment[Array], name: str) -> Array | None:
-        """Alpha times a tensor's residual, if a rank's weights are apart from its movement by it.
+        """Return what `_keep` has subtracted from a tensor: alpha times its residual.
 
-        Weights of fewer bits would round it. Residuals of a node's owners are no rank's own.
+        None: it has subtracted nothing. Weights of fewer bits than the residual would round it, and
+        with exchange="hierarchical" a rank has no residual of its own.
         """
         registry = fragment.runner.registry
         if not (fragment.keeps and registry.pieces[name] and self._weights.is_exact(name)):
@@ -235,7 +233,7 @@ class Rounds(Generic[Array]):
         return kept
 
     def _movement(self, fragment: Fragment[Array], name: str) -> Array:
-        """How far this rank has moved a tensor in this round, flat, in memory of its own."""
+        """Return how far this rank has trained a tensor in this round, without `_keep`'s part."""
         moved = self._weights.moved(name, fragment.anchor(name))
         if (kept := self._kept(fragment, name)) is not None:
             self._ops.subtract_at(moved, None, kept)
@@ -270,7 +268,7 @@ class Rounds(Generic[Array]):
     def _add_residuals(
         self, fragment: Fragment[Array], found: Mapping[int, Sequence[Array]], factor: float
     ) -> None:
-        """Add residuals times a factor to movements."""
+        """Add each tensor's residual, times a factor, to its movement."""
         registry = fragment.runner.registry
         for bucket in fragment.runner.plan.buckets:
             for tensor, moved in zip(bucket.gradients, found[bucket.ordinal], strict=True):
@@ -315,20 +313,25 @@ class Rounds(Generic[Array]):
         heard = fragment.told.heard
         fragment.median = median([norm for _, norm in heard])
         counted = sum(steps for steps, _ in heard) / len(heard) if heard else 0.0
-        fragment.weight = 1.0 / counted if self.config.seconds and counted else 1.0
-        self._move(fragment, moved, is_first=is_first)
+        weight = 1.0 / counted if self.config.seconds and counted else 1.0
+        self._move(fragment, moved, weight, is_first=is_first)
         return True
 
     def _move(
-        self, fragment: Fragment[Array], means: Mapping[int, Sequence[Array]], *, is_first: bool
+        self,
+        fragment: Fragment[Array],
+        means: Mapping[int, Sequence[Array]],
+        weight: float,
+        *,
+        is_first: bool,
     ) -> None:
         """Move the anchor by the mean movement."""
         outer, ops, states = self.config.outer, self._ops, fragment.runner.states
         for bucket in fragment.runner.plan.buckets:
             for tensor, mean in zip(bucket.gradients, means[bucket.ordinal], strict=True):
                 d: Any = mean
-                if fragment.weight != 1.0:
-                    d = d * fragment.weight
+                if weight != 1.0:
+                    d = d * weight
                 x: Any = fragment.anchor(tensor.spec.name)
                 if outer.momentum:
                     v: Any = states[MOMENTUM].residual(tensor.spec.name)

@@ -44,9 +44,9 @@ class Outer:
         lr: learning rate of the outer step, above 0. 1 with momentum 0 averages the weights.
         momentum: mu, in [0, 1).
         form: "nesterov", "heavy_ball" or "averaged".
-        mean: of an element, over all "ranks", or over its "senders": the ranks whose payloads have
-            it. Where one rank of four sends an element, the mean over ranks moves it by a quarter
-            of what that rank asks for.
+        mean: "ranks" averages each element over all ranks, "senders" over those that have sent it.
+            Where one rank of four sends an element, the mean over ranks moves it by a quarter of
+            that rank's movement.
 
     Raises:
         ConfigError: a setting is out of its range.
@@ -87,9 +87,10 @@ class LocalConfig:
             `every / fragments` steps.
         delay: inner steps between the start of an exchange, which then runs in the background, and
             its outer step; below `every`. 0: the ranks wait for the exchange.
-        alpha: share of a rank's own way that it keeps, in [0, 1]. With a delay, of its weights when
-            the outer step arrives; 0.5 if it is not given. Without, of what it has not sent: it
-            trains on from w = x - alpha e, from the round's second step; 0 if it is not given.
+        alpha: share of a rank's own progress that it keeps after an outer step, in [0, 1]. With a
+            delay it is a share of the weights: w = alpha w + (1 - alpha) x. Without a delay it is a
+            share of the residual e, which the rank subtracts from its weights after the next inner
+            step. None: 0.5 with a delay, 0 without.
         clip: limit of a rank's movement, in medians of the ranks' norms in the last round; None: no
             limit.
 
@@ -197,13 +198,13 @@ def defaults(ratio: float, given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that `LocalSteps` takes if they are not given (docs/local-steps.md).
 
     ratio: share of the elements that the compressor sends.
+    given: settings that the user has given.
     """
     if ratio > SPARSE:
         return {"outer": Outer(lr=0.7, momentum=0.5)}
     if "outer" in given:
         return {"decay": 0.8}
-    own = {} if given.get("delay") else {"alpha": 0.5}
-    return {"outer": Outer(mean="senders"), "decay": 0.8, **own}
+    return {"outer": Outer(mean="senders"), "decay": 0.8, "alpha": 0.5}
 
 
 def check_compression(config: Any) -> None:

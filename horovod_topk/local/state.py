@@ -150,7 +150,7 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
             nodes = exchange.nodes if exchange.kind == "hierarchical" else None
             codec = SenderCodec(ops, nodes, by_steps=bool(config.seconds))
         runner = self.runner(plan, ops, codec, exchange, name, timer, told)
-        if by_senders:  # a residual moves an element by itself, however many ranks there are
+        if by_senders:  # what a residual adds to a mean does not depend on the number of ranks
             runner.residual_reduction = "sum"
         log.info("LocalSteps %s: %s, %s", name, plan.summary(), describe(exchange))
         return Fragment(runner, told)
@@ -285,11 +285,9 @@ class LocalState(Attached[StepRunner[Array]], Generic[Array]):
     def take_shared(self, state: Mapping[str, Any]) -> None:
         """As `Attached.take_shared`."""
         super().take_shared({key: each for key, each in state.items() if key != LOCAL})
-        self.rounds.drop()
         if LOCAL in state:
             self.rounds.take(state[LOCAL])
-            for fragment in self.rounds.fragments:
-                fragment.keeps = False  # the weights are another rank's
+        self.rounds.drop()  # the weights are another rank's
 
     def reset(self) -> None:
         """As `Attached.reset`: residuals become zero; anchors and outer momentum stay."""

@@ -177,7 +177,7 @@ def test_all_ranks_have_the_same_weights_after_each_outer_step(
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_nothing_is_lost(alpha: float) -> None:
-    """With alpha, a rank's weights are apart from its movement by a share of its residual."""
+    """With alpha, a rank also subtracts a share of its residual, which is no movement."""
 
     def train(number: int, collective: Any) -> tuple[list[Tensor], ...]:
         rank = Rank(number, collective, compression=TopKEF(**SMALL), every=4, alpha=alpha)
@@ -263,7 +263,7 @@ def test_a_node_counts_by_its_ranks() -> None:
 
 
 def of_its_own(p: Tensor, number: int) -> Tensor:
-    """A gradient with as many small elements as are sent, which no other rank has."""
+    """Return a gradient that is 0 except at an eighth of the elements, which differ by rank."""
     count, gradient = p.numel() // 8, torch.zeros_like(p)
     gradient.view(-1)[4 + number * count : 4 + (number + 1) * count] = 0.01
     return gradient
@@ -275,7 +275,7 @@ def residuals(rank: Rank) -> list[Tensor]:
 
 @pytest.mark.parametrize(("mean", "factor"), [("ranks", 2.0), ("senders", 1.0)])
 def test_residuals_keep_their_units_when_ranks_join(mean: str, factor: float) -> None:
-    """One rank's residual of an element moves it by as much, however many others send nothing."""
+    """A residual that one rank sends moves its element equally far among any number of ranks."""
 
     def train(number: int, collective: Any) -> None:
         rank = Rank(
@@ -583,7 +583,7 @@ def test_ranks_count_by_their_number_of_steps() -> None:
 
 
 def test_an_element_of_a_fast_rank_alone_moves_by_its_movement() -> None:
-    """And not by as many of them as the rank has taken more steps than the mean."""
+    """The movement is not multiplied by the rank's steps over the mean number of steps."""
 
     def train(number: int, collective: Any) -> list[float]:
         rank = Rank(
