@@ -62,11 +62,11 @@ clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
 
 ## Tests. A part of them: make test TESTS=tests/unit ARGS="-k payload"
 
-test: setup ## test every feature and every law, on real ranks too (5 to 9 minutes)
+test: setup ## test every feature and every law, on real ranks too (6 to 8 minutes)
 	$(RUN) -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
 
 test-tools: TIER = tools
-test-tools: test ## test the command, scripts, pages, images and set-up (5 minutes)
+test-tools: test ## test the command, scripts, pages, images, set-up and compiling for GPUs (6 minutes)
 
 test-all: TIER = all
 test-all: WORKERS = 0

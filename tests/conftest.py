@@ -5,7 +5,7 @@ Tests are in tiers, and `--tier` says which of them run:
 | tier    | command           | runs                                                               |
 | ------- | ----------------- | ------------------------------------------------------------------ |
 | `fast`  | `make test`       | every feature and every law, on fewer inputs: see the marks        |
-| `tools` | `make test-tools` | the command, scripts, pages, images and set-up, on fewer inputs    |
+| `tools` | `make test-tools` | the command, scripts, pages, images, set-up, compiling for GPUs    |
 | `usual` | `pytest`          | both of them                                                       |
 | `all`   | `make test-all`   | every test but those of the integrations                           |
 | `rest`  |                   | what `all` adds to the first two; `.ci/run` runs it after them     |
@@ -42,7 +42,7 @@ with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
 SPREAD = ("contract", "kernels", "properties")
-MOST = 12  # parametrisations of a test there in the tiers `fast` and `tools`
+MOST = 8  # parametrisations of a test there in the tiers `fast` and `tools`
 GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly, and repeat no period of parameters
 
 BEGAN = pytest.StashKey[float]()

@@ -22,11 +22,11 @@ the fast tier runs one in four. A case marked `slow` is not in the fast tier at 
 marked `one_in(4)` it has one case in four.
 
 A line with `AFTERWARDS` is not in the fast tier; the rest has all of its cases, or those that no
-like line has run. PyTorch's laws thus run in the fast tier on Gloo with 2 and 4 ranks and on MPI
-with 3, and TensorFlow's, whose collectives are the same, on Gloo with 2 ranks; test_mixed.py has a
+like line has run. PyTorch's laws thus run in the fast tier on Gloo with 2 ranks and on MPI with 3,
+and TensorFlow's, whose collectives are the same, on Gloo with 2 ranks; test_mixed.py has a
 TensorFlow rank over MPI. A line with `ONCE` has no case that is left for the rest.
 
-Of a test with parameters and without these marks the fast tier has one case in three, one in six in
+Of a test with parameters and without these marks the fast tier has one case in four, one in six in
 TensorFlow, whose graphs take long to build, and one in four under torchrun.
 
 The fast tier has all cases of TensorFlow on Gloo with 2 ranks in one launch (`MERGED`), as each
@@ -93,9 +93,9 @@ class Job:
     hosts: str | None = None
 
     def part(self, tier: str) -> str:
-        """The tier of the cases that run: all in the rest if the fast tier has no like launch."""
-        like = [job for job in JOBS if job.place == self.place]
-        return tier if any("fast" in job.tiers for job in like) else "all"
+        """The tier of the cases that run: all in the rest if the fast tier launches none."""
+        like = [job for job in JOBS if job.place == self.place and "fast" in job.tiers]
+        return tier if any({*self.cases} <= {*job.cases} for job in like) else "all"
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -146,6 +146,7 @@ def runs(
 
 
 TORCH = named("torch", "alone", "nodes", "ddp", "fsdp")
+FLAT = named("torch", "alone", "nodes", "ddp", "fsdp", "hierarchical")
 # Those that know no adapter, with FSDP2: every rank is a node.
 FSDP = (
     *("as_simulated", "checkpoint", "groups_ratios", "methods", "options"),
@@ -188,7 +189,8 @@ JOBS = (
     Job("torch", "alone", 1, ("alone",), ONCE),
     Job("torch", "gloo", 2, TORCH),
     Job("torch", "gloo", 3, TORCH, AFTERWARDS, settings=DYNAMIC),
-    Job("torch", "gloo", 4, TORCH, settings=DYNAMIC),
+    Job("torch", "gloo", 4, ("hierarchical",), ONCE, settings=DYNAMIC),
+    Job("torch", "gloo", 4, FLAT, AFTERWARDS, settings=DYNAMIC),
     Job("torch", "gloo", 4, ("nodes",), ONCE, settings=DYNAMIC, hosts=TWO_HOSTS),
     Job("torch", "gloo", 4, ("nodes",), AFTERWARDS, hosts=TWO_HOSTS),
     Job("torch", "mpi", 2, TORCH, AFTERWARDS),

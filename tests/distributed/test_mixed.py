@@ -10,7 +10,7 @@ import pytest
 
 from launcher import HOROVODRUN, run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.tools]
 
 JOB = Path(__file__).parent / "mixed" / "job.py"
 LIMIT = 300.0  # seconds; it needs about 15 on two idle cores

@@ -132,7 +132,7 @@ class Training:
 
 
 @needs_triton
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("row", "kind", "exchange", "dtype"),
     [
@@ -166,6 +166,7 @@ def test_a_step_launches_waits_and_allocates_as_documented(
 
 
 @needs_triton
+@pytest.mark.slow
 def test_a_learning_rate_that_falls_takes_two_launches_more_for_each_bucket(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ def test_on_a_gpu(tier: str) -> None:
 
 
 @needs_triton
-@pytest.mark.tiers("fast", "rest", "all")
+@pytest.mark.tiers("tools", "rest", "all")
 @pytest.mark.timeout(600)
 def test_kernels_compile_without_a_gpu(tier: str) -> None:
     run_cases("compile_*", tier, TRITON_INTERPRET="0")

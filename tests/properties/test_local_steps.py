@@ -1035,6 +1035,7 @@ def test_presets(name: str) -> None:
     assert rank.optimizer._config == LocalConfig(**{**PRESETS[name].settings, "every": 7})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_default_does_not_overshoot_where_ranks_come_to_rest(momentum: float) -> None:
     """In a round each rank reaches its own minimum, along steep directions: an outer step at a rate

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
         if any(getattr(getattr(each, "setup", each), "options", None) for each in values):
             item.add_marker("horovod")  # they are arguments of its DistributedOptimizer
         if not any(map(item.get_closest_marker, ("everywhere", "one_in"))):
-            item.add_marker(pytest.mark.one_in(3))
+            item.add_marker(pytest.mark.one_in(4))
     choose(config, items, hvd.size())
     gc.freeze()  # what is imported by now need not be searched after every case
 

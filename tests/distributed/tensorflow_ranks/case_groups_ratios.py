@@ -44,6 +44,7 @@ def test_a_compressor_made_anew_in_each_step_keeps_what_is_owed() -> None:
     assert anew.stats().steps == 3
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @WAYS
 def test_one_that_cannot_be_known_again_is_refused_when_it_would_forget(graph: bool) -> None:
@@ -67,6 +68,7 @@ def rule(dimensions: int) -> Any:
     return lambda name, shape: len(shape) == dimensions
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @WAYS
 def test_variables_without_a_gradient_of_ours_may_be_named(graph: bool) -> None:

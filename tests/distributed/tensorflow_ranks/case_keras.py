@@ -61,6 +61,7 @@ def test_ranks_are_equal_and_learn(library: Any) -> None:
     assert model.evaluate(*data(), verbose=0)[0] < before
 
 
+@pytest.mark.slow
 def test_tfkeras_aggregates_locally() -> None:
     options = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
     make = with_momentum
@@ -310,6 +311,7 @@ def test_metrics_are_averaged() -> None:
     assert mean == pytest.approx(hvd.allreduce(tf.constant(mine), op=hvd.Average).numpy(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_warm_up_reaches_the_full_rate() -> None:
     warmup = hvd_keras.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=2)
     rates: list[float] = []
@@ -322,6 +324,7 @@ def test_warm_up_reaches_the_full_rate() -> None:
     assert history.history["learning_rate"] == pytest.approx([0.15, 0.2, 0.2])
 
 
+@pytest.mark.slow
 def test_a_staircase_multiplies_by_epochs_and_rescales_velocities() -> None:
     schedule = hvd_keras.callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=1)
     model = compiled(keras, distributed(keras, keras.optimizers.SGD(0.1, momentum=0.9), TopKEF))

@@ -118,6 +118,7 @@ def test_embeddings_move_alike_dense_and_compressed() -> None:
             np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("follow_lr", [True, False])
 def test_a_rate_of_0_keeps_residuals(follow_lr: bool) -> None:

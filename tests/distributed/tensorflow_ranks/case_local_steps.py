@@ -291,6 +291,7 @@ def test_fit() -> None:
         fit(model, local)
 
 
+@pytest.mark.slow
 def test_weights_that_are_replaced_between_fits_stay() -> None:
     """A callback may load the weights of the best epoch or of a file, also after this callback."""
     model, few = model_of(), TopKEF(ratio=0.1, min_numel=0)
@@ -309,6 +310,7 @@ def test_weights_that_are_replaced_between_fits_stay() -> None:
     assert equal([v.numpy() for v in model.trainable_variables], restores.trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_best_weights_that_are_restored_stay(is_first: bool) -> None:
     """Early stopping restores them when training ends, before or after local steps are told."""

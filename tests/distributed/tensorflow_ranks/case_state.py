@@ -59,6 +59,7 @@ def test_a_checkpoint_carries_a_run_over(tmp_path: Path, when: str) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(exchanged, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [True, False], ids=["of other variables, too", "the same"])
 def test_a_state_loads_into_variables_that_have_one_also_while_a_graph_is_built(
     others: bool,
@@ -265,6 +266,7 @@ def test_what_was_loaded_waits_for_the_step_that_asks_for_it(exchange: str) -> N
     assert all(map(np.array_equal, trained(third, 1, first=4)[1], expected))
 
 
+@pytest.mark.slow
 def test_a_variable_in_two_lists_under_two_names_is_refused() -> None:
     """Its residual is split by its name: read by another, elements would go astray."""
     compression, model = TopKEF(**SPARSE, exchange="sharded"), Linear([(600,), (600,)])

@@ -49,6 +49,7 @@ def test_everything_sent_equals_dense_with(options: Any) -> None:
     assert_same_history(train(TopKEF(**EVERYTHING), options=options, steps=FEW), dense)
 
 
+@pytest.mark.slow
 def test_a_sparse_gradient_as_dense_equals_dense() -> None:
     options = {"options": {"sparse_as_dense": True}, "embedding": True, "steps": FEW}
     dense = train(DENSE, **options)

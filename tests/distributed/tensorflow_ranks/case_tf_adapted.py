@@ -110,7 +110,7 @@ def assert_same_state(one: Any, other: Any) -> None:
         assert not wrong, f"{key or 'residuals'}: {wrong}"
 
 
-@pytest.mark.one_in(17, first=1)
+@pytest.mark.one_in(40, first=1)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("library", ALL)
@@ -134,6 +134,7 @@ def test_an_adapted_optimizer_does_what_a_distributed_one_does(
     assert_ranks_equal(ours[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["Keras 3", "tf-keras"])
 def test_three_optimizers_of_one_model_on_one_tape(library: str) -> None:
     """As three distributed optimizers; each variable has the update of its own.
@@ -233,6 +234,7 @@ def scaled(model: Any, compression: Any, scaler: Any) -> Step:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ALL)
 def test_a_function_that_only_exchanges_selects_by_adams_mean_squares(library: str) -> None:
     """It is traced before the optimizer has applied a gradient."""
@@ -263,6 +265,7 @@ def in_two(model: Any, compression: Any, optimizer: Any) -> Step:
     return step
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_was_built_for_too_few_says_so() -> None:
     """By the first of two exchanges in a tf.function, as Adam's mean squares are read there."""
     model, optimizer = Perceptron(), made("Keras 3", "Adam")
@@ -281,6 +284,7 @@ def test_an_optimizer_that_was_built_for_too_few_says_so() -> None:
         step(*batch(0, 8))
 
 
+@pytest.mark.slow
 def test_a_tape_without_an_optimizer_says_once_what_is_lost(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -70,6 +70,7 @@ def assert_refused(model: Any) -> None:
     assert all(map(np.array_equal, model.get_weights(), before))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize(("kind", "eager"), [*((kind, False) for kind in KINDS), ("plain", True)])
 def test_local_gradients_are_refused_before_and_after_fit(kind: str, eager: bool) -> None:
@@ -98,6 +99,7 @@ def test_parts_may_be_applied_one_by_one() -> None:
     assert_refused(model)
 
 
+@pytest.mark.slow
 def test_a_trace_may_hand_out_what_it_exchanges() -> None:
     """Python does not see when it does so again."""
     model = compiled(tf_keras, sgd())
@@ -108,6 +110,7 @@ def test_a_trace_may_hand_out_what_it_exchanges() -> None:
     assert_ranks_equal(model.get_weights())
 
 
+@pytest.mark.slow
 def test_a_trace_may_apply_what_is_handed_in() -> None:
     """Also where TensorFlow traces it twice, as it makes the optimizer's slots."""
     model = compiled(tf_keras, sgd())

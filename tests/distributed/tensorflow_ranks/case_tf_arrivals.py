@@ -126,6 +126,7 @@ def test_updates_are_those_of_the_formula(kind: str, graph: bool) -> None:
     assert 0.0999 < TopKEF.of(run.optimizer).stats().step_factor < 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", ["AdamW", "legacy", "Keras 3", "scaled"])
 @pytest.mark.parametrize("graph", [True, False])
@@ -188,6 +189,7 @@ def test_keras_3_takes_the_steps_of_tf_keras() -> None:
     assert_libraries_agree("AdamW", auto, weight_decay=DECAY)
 
 
+@pytest.mark.slow
 @BOTH
 def test_embeddings_and_accumulated_gradients_train(library: Any) -> None:
     """Gradients of embeddings are sparse: they are made dense, to be compressed."""

@@ -47,7 +47,7 @@ def marks_of(row: Row) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow, pytest.mark.world_size(2)] if is_slow else []
 
 
-@pytest.mark.one_in(33)
+@pytest.mark.one_in(28, first=10)
 @pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_two_that_live_are_two() -> None:
     assert len(unpacked(compression.serialize())) == 2
 
 
+@pytest.mark.slow
 @BOTH
 def test_some_of_the_variables_are_of_the_same_state(library: Any) -> None:
     """Freezing some layers restarts neither the count of steps nor the warm-up."""

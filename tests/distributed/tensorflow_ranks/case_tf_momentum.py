@@ -59,6 +59,7 @@ def test_a_momentum_of_the_optimizer_is_refused(library: Any) -> None:
         distributed(library, scaler(sgd), TopKEF(**SPARSE))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused() -> None:
     model, plain = Linear(SHAPES), TopKEF(ratio=0.1, min_numel=0)
     take(model, plain, 0)

@@ -132,7 +132,7 @@ def applied(optimizer: Any, given: Any, variable: Any, *, exchanges: bool) -> No
     optimizer.apply_gradients([(given, variable)])
 
 
-@pytest.mark.one_in(17)
+@pytest.mark.one_in(60)
 @pytest.mark.parametrize(("row", "library", "kind"), CASES)
 def test_each_option_does_what_the_table_says(row: Row, library: str, kind: str) -> None:
     """Compare with the optimizer's own step, first with all elements sent, then with some."""

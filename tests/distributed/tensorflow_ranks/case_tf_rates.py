@@ -89,6 +89,7 @@ def gap(run: Run) -> float:
     return max(float(np.linalg.norm(m + e - d) / np.linalg.norm(d)) for m, e, d in missed)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(9)
 @BOTH
 @pytest.mark.parametrize("graph", [False, True], ids=["at once", "in a graph"])
@@ -99,6 +100,7 @@ def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
     assert gap(Run(library, TopKEF(**SPARSE), graph=graph)) > 1e-2
 
 
+@pytest.mark.slow
 def test_lists_of_the_same_variables_share_their_rates() -> None:
     """Two losses in turns have such lists, and so has a model that trains a layer later."""
     run = Run(tf_keras, TopKEF(**SPARSE, follow_lr=True), in_turns=True)

@@ -78,6 +78,7 @@ def test_a_scale_that_changes_changes_nothing(wrap: Wrap, eager: bool) -> None:
     assert_ranks_equal(ours.get_weights())
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_a_scale_that_changes_changes_nothing_under_keras_3(eager: bool) -> None:

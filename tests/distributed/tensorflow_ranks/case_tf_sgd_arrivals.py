@@ -70,6 +70,7 @@ def test_keras_3_takes_the_steps_of_tf_keras(nesterov: bool) -> None:
     assert_libraries_agree("SGD", fitted, momentum=MOMENTUM, nesterov=nesterov)
 
 
+@pytest.mark.slow
 @BOTH
 def test_momentum_without_arrivals_moves_weights_as_slowly_as_with_dense_sgd(library: Any) -> None:
     """After a checkpoint of an earlier version; else all of it would move at once."""

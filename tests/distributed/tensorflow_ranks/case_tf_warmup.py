@@ -109,6 +109,7 @@ def test_an_allocation_holds_where_all_of_its_tensors_are_exchanged() -> None:
     assert (a.entries, b.entries) == (60, 15)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
