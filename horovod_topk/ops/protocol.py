@@ -171,6 +171,18 @@ class Arrived(Generic[Array]):
 class DecodesTogether(Protocol[Array]):
     """A `Fused` that can decode several buckets at once, and reads their flags by itself."""
 
+    def heads(
+        self, arrived: Sequence[Arrived[Array]], widths: Sequence[int], counts: Sequence[int]
+    ) -> list[list[bytes]]:
+        """The first bytes of each payload of each bucket; waits for each device once.
+
+        Args:
+            arrived: buckets as for `decode_all`.
+            widths: bytes of a payload of each bucket.
+            counts: how many of its bytes are returned.
+        """
+        ...
+
     def decode_all(self, arrived: Sequence[Arrived[Array]]) -> None:
         """As `Fused.decode` of each bucket; all have kernels of this one's class."""
         ...

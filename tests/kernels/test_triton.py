@@ -541,6 +541,11 @@ def case_buckets_together(values: str) -> None:
             expected.append([torch.zeros_like(g, device="cpu") for g in gradients])
             pair.codec.decode(pair.bucket, gathered.cpu(), 0.5, expected[-1])
             arrived.append(Arrived(pair.kernel, gathered, 0.5, each))
+        widths = [pair.bucket.layout.payload_bytes for pair in (*pairs, *others)]
+        heads = arrived[0].kernel.heads(arrived, widths, [*range(len(widths))])
+        for position, (each, width) in enumerate(zip(arrived, widths, strict=True)):
+            rows = each.gathered.view(-1, width)[:, :position].tolist()
+            assert heads[position] == [bytes(row) for row in rows]
         arrived[0].kernel.decode_all(arrived)
         for each, ones in zip(arrived, expected, strict=True):
             for one, other in zip(ones, each.gradients, strict=True):

@@ -56,7 +56,8 @@ class PayloadCodec(Generic[Array]):
         measures: what ranks tell each other with their payloads.
         withholding: limits of what payloads hold.
         waiting: a list, to which `decode` adds payloads that kernels can decode at once, up to
-            `AT_ONCE` elements; it validates them. None: it decodes each of them by itself.
+            `AT_ONCE` elements. The flags that it returns are then an empty list, which
+            `decode_waiting` fills. None: it decodes each of them by itself.
     """
 
     def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
@@ -64,7 +65,7 @@ class PayloadCodec(Generic[Array]):
         self._encoders: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
         self._decoders: dict[bytes, Fused[Array] | None] = {}  # the same
         self.measures, self.withholding = MeasureStore(ops, arrived), Withholding(ops)
-        self.waiting: list[Arrived[Array]] | None = None
+        self.waiting: list[tuple[BucketPlan, list[bool], Arrived[Array]]] | None = None
         self._committed: Callable[[], Any] = lambda: 0
         self._rank: Callable[[], int] = lambda: 0
 
@@ -261,10 +262,9 @@ class PayloadCodec(Generic[Array]):
             self.measures.read_tensor_numbers(bucket, gathered)
         kernel = self._decoders.get(bucket.fingerprint) or self._decoder(bucket)
         if kernel is not None:
-            flags = self._validate(bucket, gathered, {})
             if self.waiting is not None and isinstance(kernel, DecodesTogether):
-                self._postpone(self.waiting, Arrived(kernel, gathered, scale, gradients))
-                return flags
+                return self._postpone(bucket, Arrived(kernel, gathered, scale, gradients))
+            flags = self._validate(bucket, gathered, {})
             each = [flags[t.gradient] for t in bucket.tensors] if bucket.writers > 1 else flags
             wrong = kernel.decode(gathered, scale, each, gradients)
             if wrong is not None:
@@ -280,18 +280,28 @@ class PayloadCodec(Generic[Array]):
         self._write_totals(bucket, gathered, totals, scale, gradients, flags)
         return flags
 
-    def _postpone(self, waiting: list[Arrived[Array]], arrived: Arrived[Array]) -> None:
-        sizes = [self.ops.numel(g) for each in (*waiting, arrived) for g in each.gradients]
-        if sum(sizes) > AT_ONCE:
+    def _postpone(self, bucket: BucketPlan, arrived: Arrived[Array]) -> list[bool]:
+        assert self.waiting is not None
+        every = [*(each for *_, each in self.waiting), arrived]
+        if sum(self.ops.numel(g) for each in every for g in each.gradients) > AT_ONCE:
             self.decode_waiting()
-        waiting.append(arrived)
+        flags = list[bool]()
+        self.waiting.append((bucket, flags, arrived))
+        return flags
 
     def decode_waiting(self) -> None:
-        """Decode, at once, the payloads that wait for this."""
-        if self.waiting:
-            kernel = cast("DecodesTogether[Array]", self.waiting[0].kernel)
-            kernel.decode_all(self.waiting)
-            self.waiting.clear()
+        """Check and decode, at once, the payloads that wait for this; waits for the device once."""
+        if not self.waiting:
+            return
+        buckets, flags, arrived = zip(*self.waiting, strict=True)
+        self.waiting.clear()
+        kernel = cast("DecodesTogether[Array]", arrived[0].kernel)
+        widths = [bucket.layout.payload_bytes // bucket.writers for bucket in buckets]
+        heads = kernel.heads(arrived, widths, [bucket.layout.body_at for bucket in buckets])
+        for bucket, own, head in zip(buckets, flags, heads, strict=True):
+            facts = self.measures.facts.get(bucket.ordinal)
+            own += self._check(self.measures.arrived, bucket, (), facts, self._rank, head, [])
+        kernel.decode_all(arrived)
 
     def _write_totals(
         self,

@@ -202,12 +202,11 @@ class Step(Generic[Array]):
                 except BaseException:
                     bucket.exchange.drain()
                     raise
-                self.received.add(ordinal)
                 arrived.append(ordinal)
                 if codec.waiting and ordinal not in last:
                     continue  # to decode it with others
-                if codec.waiting:
-                    codec.decode_waiting()
+                codec.decode_waiting()
+                self.received.update(arrived)
                 for done in arrived:
                     bucket, own = self._buckets[done], targets[done]
                     if self.probe is not None:

@@ -107,6 +107,31 @@ class TritonBucket:
         return None
 
     @staticmethod
+    def heads(
+        arrived: Sequence[Arrived[Tensor]], widths: Sequence[int], counts: Sequence[int]
+    ) -> list[list[bytes]]:
+        """`horovod_topk.ops.protocol.DecodesTogether.heads`: a launch and a copy for all."""
+        alike, found = dict[tuple[object, int], list[int]](), [list[bytes]() for _ in arrived]
+        for position, (each, width) in enumerate(zip(arrived, widths, strict=True)):
+            key = each.gathered.device, each.gathered.numel() // width
+            alike.setdefault(key, []).append(position)
+        for (_, payloads), positions in alike.items():
+            first: Any = arrived[positions[0]].kernel
+            total = sum(counts[at] for at in positions)
+            with on(first._device):
+                first._stream_number = current_stream(first._device)
+                joined = first._take("heads", payloads * total, torch.uint8)[: payloads * total]
+                rows = [
+                    arrived[at].gathered.view(payloads, -1)[:, : counts[at]] for at in positions
+                ]
+                lines = torch.cat(rows, 1, out=joined.view(payloads, total)).tolist()
+            begin = 0
+            for at in positions:
+                found[at] = [bytes(line[begin : begin + counts[at]]) for line in lines]
+                begin += counts[at]
+        return found
+
+    @staticmethod
     def decode_all(arrived: Sequence[Arrived[Tensor]]) -> None:
         """`horovod_topk.ops.protocol.DecodesTogether.decode_all`: as `decode` of each bucket."""
         alike = dict[tuple[object, int, float], list[Arrived[Tensor]]]()
