@@ -157,6 +157,23 @@ class SupportsOnePass(Protocol[Array]):
         ...
 
 
+@runtime_checkable
+class EncodesTogether(Protocol[Taken]):
+    """A `Fused` that can encode the shards of a bucket at once."""
+
+    def encode_all(
+        self,
+        kernels: Sequence[Self],
+        residuals: Sequence[Taken],
+        candidates: Sequence[Taken],
+        gradients: Sequence[Taken],
+        payloads: Sequence[Taken],
+        squares: Sequence[Taken | None] = (),
+    ) -> None:
+        """As `Fused.encode` of each of `kernels`, which encode shards of the same gradients."""
+        ...
+
+
 @dataclass(frozen=True)
 class Arrived(Generic[Array]):
     """Payloads of a bucket that wait to be decoded, with the arguments of `Fused.decode`."""
@@ -226,6 +243,10 @@ class Arrays(Protocol[Array]):
 
     def zeros(self, numel: int, dtype: str, device: str) -> Array:
         """A new array of `numel` zeros."""
+        ...
+
+    def arrays(self, numels: Sequence[int], dtype: str, device: str) -> list[Array]:
+        """New arrays of zeros, one after another in memory where kernels can make use of it."""
         ...
 
     def numbers(self, numbers: Sequence[float], dtype: str, device: str) -> Array:

@@ -15,6 +15,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from types import ModuleType
 
 import torch
@@ -55,6 +56,7 @@ CODES = {DTYPES[name]: code for code, name in enumerate(("float16", "bfloat16", 
 CODES[torch.float64] = 3  # its code in a recipe
 WIDE = (torch.float32, torch.float64)
 STORED_CODES = {"bfloat16": 2, "int8": 3, "stable8": 3, "int4": 4}  # kinds in a recipe
+APART = 64  # arrays that are made together begin at multiples of so many elements
 FEW = 2  # headers that are copied to the host one by one
 
 
@@ -79,6 +81,11 @@ class TorchOps(IndexedVerbs):
 
     def zeros(self, numel: int, dtype: str, device: str = "cpu") -> Tensor:
         return torch.zeros(numel, dtype=DTYPES[dtype], device=device)
+
+    def arrays(self, numels: Sequence[int], dtype: str, device: str) -> list[Tensor]:
+        starts = [*accumulate((-(-n // APART) * APART for n in numels), initial=0)]
+        whole = self.zeros(starts[-1], dtype, device)
+        return [whole[at : at + n] for at, n in zip(starts, numels, strict=False)]
 
     def numbers(self, numbers: Sequence[float], dtype: str, device: str = "cpu") -> Tensor:
         return torch.tensor(numbers, dtype=torch.float32, device=device).to(DTYPES[dtype])

@@ -80,6 +80,9 @@ class SharedVerbs:
     ) -> Any:
         return sampled_energies(self, arrays, arrivals, places, dtype)
 
+    def arrays(self: Any, numels: Sequence[int], dtype: str, device: str) -> list[Any]:
+        return [self.zeros(numel, dtype, device) for numel in numels]
+
     def kernel_kind(self, device: str) -> str:
         return "framework"
 

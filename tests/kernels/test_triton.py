@@ -514,6 +514,43 @@ def case_shards(values: str, indices: str) -> None:
         assert [t for t, g in enumerate(written) if g.isnan().any()] == [1] * step
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("values", "indices", "adjoin"),
+    [("int4", "packed", True), ("float32", "plain", True), ("int4", "packed", False)],
+)
+def case_shards_together(values: str, indices: str, adjoin: bool) -> None:
+    """Encoding all shards at once has the bits of one by one, wherever their arenas are."""
+    sizes = (5, 1700, 7, 600, 0, 30, 31, 32, 8, 1100)  # flags in two bytes
+    split = shard(plan(sizes, KINDS, ratio=0.05, values=values, indices=indices), 3)
+    pairs, ops = [*map(Pair, split.scatter)], TorchOps(kernels=False)
+    kernels = [pair.kernel for pair in pairs]
+    numels = [pair.bucket.numel for pair in pairs]
+    both = [ops.arrays(numels, "float32", DEVICE) for _ in range(2)]
+    if not adjoin:
+        both[1] = [torch.zeros(n + 64, device=DEVICE)[32:-32] for n in numels]
+    sent = torch.zeros(3 * split.scatter_bytes, dtype=torch.uint8, device=DEVICE)
+    parts = [*sent.view(3, -1)]
+    for pair, part in zip(pairs, parts, strict=True):
+        pair.codec.open_payload(pair.bucket, part)
+    result = Pair(split.result)
+    for step in range(3):
+        gradients = result.gradients(step)
+        if step == 1:
+            gradients[1][-1], gradients[9][7] = math.inf, math.nan
+        squares = squares_of(result, step)[: len(gradients)] if step == 2 else ()
+        expected = [pair.encode(gradients, squares) for pair in pairs]
+        kernels[0].encode_all(kernels, *both, gradients, parts, squares)
+        for pair, part, payload, candidate in zip(pairs, parts, expected, both[1], strict=True):
+            assert torch.equal(part[: len(payload)], payload) and not part[len(payload) :].any()
+            assert_same(candidate, pair.kernels.arenas.candidate)
+            if step != 1:
+                pair.commit()
+        both = both[::-1] if step != 1 else both
+    together = [*kernels[0]._encoders.values()]
+    assert [each is not None for each in together] == ([True] if adjoin else [False] * 2)
+
+
 def case_sums_of_nodes() -> None:
     """The payloads of two owners of each of two nodes, decoded as one."""
     bucket = plan((900, 40, 2100), KINDS, ratio=0.05, values="int4")

@@ -41,7 +41,7 @@ from horovod_topk.methods.protocol import (
 )
 from horovod_topk.ops import Fused, Ops, SupportsOnePass, Velocities
 from horovod_topk.ops.philox import Stream
-from horovod_topk.ops.protocol import Arrived, DecodesTogether
+from horovod_topk.ops.protocol import Arrived, DecodesTogether, EncodesTogether
 
 Array = TypeVar("Array")
 AT_ONCE = 1 << 25  # elements that wait to be decoded at once, at most: a ResNet-50 has fewer
@@ -148,9 +148,16 @@ class PayloadCodec(Generic[Array]):
             first.encode_shards(kernels, *memory, factors, velocities, streams, squares)
         else:
             gradients = correct(gradients, velocities, self.ops)
-            for each, payload in zip(opened, payloads, strict=True):
-                self._encode_alone(each.arenas, gradients, payload, squares)
-                if velocities is not None:
+            together = None not in kernels and not arenas[0].plan.config.measured
+            if together and isinstance(first, EncodesTogether):
+                own = [each.arenas for each in opened]
+                pair = [e.residual for e in own], [e.candidate for e in own]
+                first.encode_all(kernels, *pair, gradients, payloads, squares)
+            else:
+                for each, payload in zip(opened, payloads, strict=True):
+                    self._encode_alone(each.arenas, gradients, payload, squares)
+            if velocities is not None:
+                for each, payload in zip(opened, payloads, strict=True):
                     self.mask(each.own, payload, velocities)
         self.seal(opened, payloads)
 

@@ -387,13 +387,13 @@ class ResidualRegistry(NamedState[Array]):
 
     def _take_on(self, plan: Plan) -> None:
         known = {arenas.plan.digest: arenas for arenas in self.all_arenas()}
-        self._arenas = {
-            bucket.ordinal: [
-                known.get(holder.digest) or self._allocate(holder)
-                for holder in self._holders(bucket)
+        self._arenas = {}
+        for bucket in plan.buckets:
+            holders = self._holders(bucket)
+            made = iter(self._allocate([each for each in holders if each.digest not in known]))
+            self._arenas[bucket.ordinal] = [
+                known.get(each.digest) or next(made) for each in holders
             ]
-            for bucket in plan.buckets
-        }
         self._find(plan)
 
     def _find(self, plan: Plan) -> None:
@@ -408,12 +408,19 @@ class ResidualRegistry(NamedState[Array]):
                 pieces[tensor.spec.name].append(stretch)
         self.pieces = {**pieces}
 
-    def _allocate(self, plan: BucketPlan) -> Arenas[Array]:
-        if self.stored is not None and plan.numel:
-            return NarrowArenas(plan, self.stored, self._ops)
-        size = (plan.numel, plan.residual_dtype, plan.device)
-        residual = self._ops.zeros(*size)
-        return Arenas(plan, residual, residual if self.in_place else self._ops.zeros(*size))
+    def _allocate(self, plans: Sequence[BucketPlan]) -> list[Arenas[Array]]:
+        """New arenas for plans that together hold a bucket."""
+        if not plans:
+            return []
+        stored = self.stored
+        sizes = [0 if stored else plan.numel for plan in plans]
+        size = sizes, plans[0].residual_dtype, plans[0].device
+        residuals = self._ops.arrays(*size)
+        candidates = residuals if self.in_place else self._ops.arrays(*size)
+        return [
+            NarrowArenas(plan, stored, self._ops) if stored and plan.numel else Arenas(plan, *pair)
+            for plan, *pair in zip(plans, residuals, candidates, strict=True)
+        ]
 
     def _arrays(self) -> Iterator[Array]:
         for arenas in self.all_arenas():

@@ -1,4 +1,4 @@
-"""Kernels for GPUs in Triton: a bucket is encoded in four launches; two decode several buckets.
+"""Kernels for GPUs in Triton: four launches encode a bucket or its shards; two decode buckets.
 
 `topk/` has a bucket of Top-K. An encode has four passes, a file each: `stream` adds gradients to
 residuals, `narrow` brackets each tensor's threshold, `scatter` finds it and the indices, and `pack`
@@ -21,11 +21,10 @@ import os
 from collections.abc import Sequence
 from types import ModuleType
 
-from horovod_topk.kernels.triton.topk.tables import AS_IS, FLOAT32, HEAD, INT3, SHARE
+from horovod_topk.kernels.triton.topk.tables import AS_IS, FLOAT32, HEAD, INT3, MOST, SHARE
 
 OLDEST = 3, 6  # the oldest Triton that compiles the kernels, and launches them as `launching` does
 _FLOAT64 = 8  # bytes
-_MOST = 2**31 - 2**20  # elements of a bucket, bytes of a payload: indices are 32-bit
 
 
 def unsupported(recipe: Sequence[int], device: str) -> str | None:
@@ -71,8 +70,8 @@ def _unfit(recipe: Sequence[int]) -> str | None:
     numel = max(sum(sizes), parts * max(sizes, default=0))
     if recipe[1] == _FLOAT64:
         return "residuals are float64"
-    if numel > _MOST:
-        return f"{numel} elements are more than the {_MOST} the Triton kernels can address"
-    if recipe[4] > _MOST:
-        return f"{recipe[4]} bytes of payload are more than the {_MOST} the kernels can address"
+    if numel > MOST:
+        return f"{numel} elements are more than the {MOST} the Triton kernels can address"
+    if recipe[4] > MOST:
+        return f"{recipe[4]} bytes of payload are more than the {MOST} the kernels can address"
     return None

@@ -25,10 +25,18 @@ from horovod_topk.kernels.triton.topk.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.topk.pack import pack
 from horovod_topk.kernels.triton.topk.scatter import scatter
 from horovod_topk.kernels.triton.topk.stream import stream
-from horovod_topk.kernels.triton.topk.tables import Geometry, Tables, Together, power_of_two
+from horovod_topk.kernels.triton.topk.tables import (
+    MOST,
+    Geometry,
+    Tables,
+    Together,
+    joined,
+    power_of_two,
+)
 from horovod_topk.ops.protocol import Arrived
 
 _ENTRY_LANES = 128  # entries of one rank added at once
+_RESIDUAL = 4  # bytes of its elements
 UNWEIGHED = -1  # elements are selected by their magnitude alone
 
 
@@ -44,12 +52,19 @@ class TritonBucket:
         recipe: see `Fused`; a recipe for which `unsupported` returns None.
         device: "cuda", "cuda:1", or "cpu" under Triton's interpreter.
         geometry: how work is divided; the default suits the device.
+        payloads: how many payloads it writes; of several, the recipe is `joined`, and
+        apart: they follow one another, so many bytes apart.
     """
 
     def __init__(
-        self, recipe: Sequence[int], device: str, geometry: Geometry | None = None
+        self,
+        recipe: Sequence[int],
+        device: str,
+        geometry: Geometry | None = None,
+        payloads: int = 1,
+        apart: int = 0,
     ) -> None:
-        self._device = _resolved(device)
+        self._device, self._payloads, self._apart = _resolved(device), payloads, apart
         self._tables = tables = Tables(tuple(recipe), geometry or suited(self._device))
         self._head = tables.head
         place, rows = self._device, [n for row in tables.rows for n in row]
@@ -62,6 +77,9 @@ class TritonBucket:
         self._squares = Addresses(tables.gradients, self._device)
         self._constants = self._device, tables.constants
         self._decoders: dict[tuple[TritonBucket, ...], Decoder] = {}  # by buckets, this one first
+        self._encoders: dict[
+            tuple[object, ...], TritonBucket | None
+        ] = {}  # of this shard and others
         self._stream_number = 0
 
     def encode(
@@ -85,7 +103,7 @@ class TritonBucket:
             addresses, chunks = self._sources.point_to(flat), self._chunk_scratch()
             products = candidate
             if weighing:
-                products = self._take("products", candidate.numel(), torch.float32)
+                products = self._take("products", self._tables.extent, torch.float32)
             weights = self._squares.point_to(weighing) if weighing else addresses
             self._stream(addresses, weights, kind, residual, candidate, products, chunks)
             runs = self._run_scratch()
@@ -93,6 +111,58 @@ class TritonBucket:
             indices = self._take("indices", self._tables.entries)
             self._scatter(products, payload, runs, indices)
             self._pack(candidate, payload, indices)
+
+    def encode_all(
+        self,
+        kernels: Sequence[TritonBucket],
+        residuals: Sequence[Tensor],
+        candidates: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        payloads: Sequence[Tensor],
+        squares: Sequence[Tensor | None] = (),
+    ) -> None:
+        """`horovod_topk.ops.protocol.EncodesTogether.encode_all`: four launches for all shards.
+
+        Their arenas have to follow one another in memory, as those of `Ops.arrays` do, and so have
+        their payloads, at equal distances. Others are encoded one by one.
+        """
+        distances = _distances(residuals), _distances(candidates), _distances(payloads)
+        key = tuple(kernels), *distances
+        if key not in self._encoders:
+            self._encoders[key] = self._joined(kernels, *distances)
+        together = self._encoders[key]
+        if together is not None:
+            together.encode(residuals[0], candidates[0], gradients, payloads[0], (), squares)
+            return
+        for position, kernel in enumerate(kernels):
+            own = residuals[position], candidates[position]
+            kernel.encode(*own, gradients, payloads[position], (), squares)
+
+    def _joined(
+        self,
+        kernels: Sequence[TritonBucket],
+        residuals: tuple[int, ...],
+        candidates: tuple[int, ...],
+        payloads: tuple[int, ...],
+    ) -> TritonBucket | None:
+        """Make the kernels of several shards, whose arrays are so many bytes behind the first.
+
+        Those of a single shard are its own. None: they cannot be encoded together.
+        """
+        if len(kernels) == 1:
+            return self
+        alike = {(each._head.tensors, each._head.flags_at) for each in kernels}
+        follow = payloads == tuple(range(0, payloads[-1] + 1, max(payloads[1], 1)))
+        aligned = all(at >= 0 and at % (4 * _RESIDUAL) == 0 for at in residuals)
+        if len(alike) > 1 or residuals != candidates or not (follow and aligned):
+            return None
+        elements = [at // _RESIDUAL for at in residuals]
+        recipe = joined([each._tables.recipe for each in kernels], elements, payloads[1])
+        joint = TritonBucket(
+            recipe, str(self._device), self._tables.geometry, len(kernels), payloads[1]
+        )
+        most = max(joint._tables.extent, payloads[-1] + self._head.payload_bytes)
+        return joint if most <= MOST else None
 
     def decode(
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
@@ -205,10 +275,10 @@ class TritonBucket:
     def _narrow(self, products: Tensor, payload: Tensor, chunks: Any, runs: Any) -> None:
         tables, geometry = self._tables, self._tables.geometry
         programs = len(tables.run_owners)
-        flags = payload[self._head.flags_at :]
-        launch(narrow, (programs + -(-self._head.tensors // 8),),
+        flags, tensors = payload[self._head.flags_at :], self._head.tensors // self._payloads
+        launch(narrow, (programs + self._payloads * -(-tensors // 8),),
             self._rows, self._chunk_owners, self._run_owners, self._carried, products, flags,
-            *chunks, *runs, programs, self._head.tensors, geometry.crowd, CHUNK=geometry.chunk,
+            *chunks, *runs, programs, tensors, self._apart, geometry.crowd, CHUNK=geometry.chunk,
             SLOT=geometry.slot, RUN_CHUNKS=tables.run_chunks,
             CHUNKS_ROOM=power_of_two(tables.run_chunks), ROOM=tables.run_slot,
             LANES=geometry.lanes, SAMPLE=2 * geometry.sample, **SIXTEEN_WARPS,
@@ -287,6 +357,17 @@ def _integers(
     values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32
 ) -> Tensor:
     return torch.tensor(values or [0], dtype=dtype, device=device)
+
+
+def _distances(arrays: Sequence[Tensor]) -> tuple[int, ...]:
+    """How many bytes behind the first array each begins; 0 if it is empty, -1 if the first is."""
+    first = arrays[0].data_ptr() if arrays[0].numel() else None
+    return tuple(
+        [
+            (-1 if first is None else each.data_ptr() - first) if each.numel() else 0
+            for each in arrays
+        ]
+    )
 
 
 def _of_one_kind(squares: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int]:

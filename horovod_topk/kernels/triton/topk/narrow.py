@@ -213,24 +213,31 @@ def flag(
     owners: tensor,
     stats: tensor,
     flags: tensor,
-    byte: tensor,
+    program: tensor,
     tensors: tensor,
+    apart: tensor,
     LANES: constexpr,
 ) -> None:
-    """Write one byte of the non-finite flags: for eight tensors, whose chunks are consecutive."""
-    final = tl.minimum(byte * 8 + 7, tensors - 1)
-    first = number(table, byte * 8, "chunk0")
+    """Write one byte of the non-finite flags: for eight tensors, whose chunks are consecutive.
+
+    Payloads of so many `tensors` each follow one another, so many bytes `apart`.
+    """
+    each = (tensors + 7) // 8
+    payload, byte = program // each, program % each
+    tensor0 = payload * tensors
+    final = tensor0 + tl.minimum(byte * 8 + 7, tensors - 1)
+    first = number(table, tensor0 + byte * 8, "chunk0")
     last = number(table, final, "chunk0") + number(table, final, "chunks")
     bits = tl.zeros([LANES], tl.int32)
     for at in range(first, last, LANES):
         chunk = at + tl.arange(0, LANES)
         bad = tl.load(stats + chunk * STATS + NONFINITE, mask=chunk < last, other=0)
         owner = tl.load(owners + chunk, mask=chunk < last, other=0)
-        bits |= tl.where(bad != 0, 1 << (owner & 7), 0)
+        bits |= tl.where(bad != 0, 1 << ((owner - tensor0) & 7), 0)
     total = 0
     for bit in tl.static_range(8):
         total += tl.max((bits >> bit) & 1, 0) << bit
-    tl.store(flags + byte, tl.cast(total, tl.uint8))
+    tl.store(flags + payload.to(tl.int64) * apart + byte, tl.cast(total, tl.uint8))
 
 
 @triton.jit
@@ -249,6 +256,7 @@ def narrow(
     asides: tensor,
     runs: tensor,
     tensors: tensor,
+    apart: tensor,
     crowd: tensor,
     CHUNK: constexpr,
     SLOT: constexpr,
@@ -271,4 +279,4 @@ def narrow(
             asides + run.to(tl.int64) * ROOM, CHUNK, SLOT, RUN_CHUNKS, CHUNKS_ROOM, ROOM, LANES,
         )  # fmt: skip
     else:
-        flag(table, chunk_owners, stats, flags, run - runs, tensors, LANES)
+        flag(table, chunk_owners, stats, flags, run - runs, tensors, apart, LANES)

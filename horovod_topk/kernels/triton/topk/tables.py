@@ -19,6 +19,7 @@ from itertools import accumulate
 
 from horovod_topk.ops import coding
 
+MOST = 2**31 - 2**20  # elements of a bucket, bytes of its payloads: indices are 32-bit
 HEAD, SHARE = 9, 10  # numbers in a recipe for the bucket, and for each tensor
 FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, SIGN, INT2, INT3 = range(8)  # kinds of values
 _SCALED = {INT8: "int8", INT4: "int4", SIGN: "sign", INT2: "int2", INT3: "int3"}
@@ -95,6 +96,23 @@ class Head:
     parts: int  # shards that gradients are split into
 
 
+def joined(recipes: Sequence[Sequence[int]], arenas: Sequence[int], apart: int) -> tuple[int, ...]:
+    """The recipe of shards whose arenas and payloads are encoded as those of one bucket.
+
+    Args:
+        recipes: of each shard.
+        arenas: where its arenas begin, in elements, and
+        apart: how many bytes of payloads one follows the other.
+    """
+    first, found = recipes[0], list[int]()
+    for number, (recipe, arena) in enumerate(zip(recipes, arenas, strict=True)):
+        for at in range(HEAD, len(recipe), SHARE):
+            numel, k, start, kind, value_at, index_at, *others = recipe[at : at + SHARE]
+            by = number * apart
+            found += [numel, k, start + arena, kind, value_at + by, index_at + by, *others]
+    return len(recipes) * first[0], *first[1:HEAD], *found
+
+
 @dataclass(frozen=True)
 class Tables:
     """The integer tables for one recipe and geometry."""
@@ -129,8 +147,13 @@ class Tables:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of the arenas."""
+        """Number of elements that are encoded."""
         return sum(share[0] for share in self.shares)
+
+    @property
+    def extent(self) -> int:
+        """Number of elements from the beginning of the arenas to the end of the last tensor."""
+        return max((share[0] + share[2] for share in self.shares), default=0)
 
     @cached_property
     def run_chunks(self) -> int:
