@@ -53,7 +53,7 @@ OF_BUCKETS = {
     **dict.fromkeys(("payload", "flags"), "*u8"),
     **dict.fromkeys(("residual", "candidate", "products", "rows"), "*fp32"),
     **dict.fromkeys(("tiles", "entries", "ranks", "writers"), "i32"),
-    **dict.fromkeys(("runs", "tensors", "crowd"), "i32"),
+    **dict.fromkeys(("runs", "tensors", "apart", "crowd"), "i32"),
     "histograms": "*i16",
     "scale": "fp32",
 }

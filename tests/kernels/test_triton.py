@@ -622,9 +622,10 @@ def case_indices_outside_a_tensor_write_nowhere(indices: str) -> None:
         assert_same(gradient, one)
 
 
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize("third", range(3))
-@pytest.mark.parametrize("kind", [gpu_compiled.MIXED, gpu_compiled.FLOAT32])
+@pytest.mark.parametrize(
+    "kind", [gpu_compiled.MIXED, pytest.param(gpu_compiled.FLOAT32, marks=pytest.mark.slow)]
+)
 def compile_all(kind: int, third: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormals survive, sums and products are rounded apart, and no register is spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
