@@ -77,9 +77,7 @@ class TritonBucket:
         self._squares = Addresses(tables.gradients, self._device)
         self._constants = self._device, tables.constants
         self._decoders: dict[tuple[TritonBucket, ...], Decoder] = {}  # by buckets, this one first
-        self._encoders: dict[
-            tuple[object, ...], TritonBucket | None
-        ] = {}  # of this shard and others
+        self._encoders: dict[object, TritonBucket | None] = {}  # by shards, and where they are
         self._stream_number = 0
 
     def encode(
@@ -190,11 +188,10 @@ class TritonBucket:
             total = sum(counts[at] for at in positions)
             with on(first._device):
                 first._stream_number = current_stream(first._device)
-                joined = first._take("heads", payloads * total, torch.uint8)[: payloads * total]
-                rows = [
-                    arrived[at].gathered.view(payloads, -1)[:, : counts[at]] for at in positions
-                ]
-                lines = torch.cat(rows, 1, out=joined.view(payloads, total)).tolist()
+                every = [arrived[at].gathered.view(payloads, -1) for at in positions]
+                rows = [row[:, : counts[at]] for at, row in zip(positions, every, strict=True)]
+                room = first._take("heads", payloads * total, torch.uint8)[: payloads * total]
+                lines = torch.cat(rows, 1, out=room.view(payloads, total)).tolist()
             begin = 0
             for at in positions:
                 found[at] = [bytes(line[begin : begin + counts[at]]) for line in lines]
@@ -361,13 +358,10 @@ def _integers(
 
 def _distances(arrays: Sequence[Tensor]) -> tuple[int, ...]:
     """How many bytes behind the first array each begins; 0 if it is empty, -1 if the first is."""
-    first = arrays[0].data_ptr() if arrays[0].numel() else None
-    return tuple(
-        [
-            (-1 if first is None else each.data_ptr() - first) if each.numel() else 0
-            for each in arrays
-        ]
-    )
+    if not arrays[0].numel():
+        return tuple([-1 if each.numel() else 0 for each in arrays])
+    first = arrays[0].data_ptr()
+    return tuple([each.data_ptr() - first if each.numel() else 0 for each in arrays])
 
 
 def _of_one_kind(squares: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int]:
