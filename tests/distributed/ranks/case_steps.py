@@ -374,8 +374,20 @@ def test_a_gradient_that_came_before_an_exchange_in_vain_and_not_after() -> None
     optimizer.zero_grad()
     (task.body * gradients(hvd.rank(), 1)[0]).sum().backward()
     optimizer.step()
-    assert task.body.any()
+    torch.testing.assert_close(task.body.detach(), -LR * mean_gradients(range(1, 2), 0))
     assert not task.head.any()
+
+
+@pytest.mark.horovod
+def test_a_rank_without_a_batch_after_an_exchange_in_vain_takes_what_the_others_computed() -> None:
+    task, optimizer = build(sparse(ratio=1.0))
+    exchange(task, optimizer, 0)
+    optimizer.zero_grad()
+    if hvd.rank() == 0:
+        task.loss(0, 1).backward()
+    optimizer.step()
+    for weight, gradient in zip((task.body, task.head), gradients(0, 1), strict=True):
+        torch.testing.assert_close(weight.detach(), -LR * gradient / hvd.size())
 
 
 def test_healthy_runs_and_single_skips_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
