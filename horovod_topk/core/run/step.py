@@ -205,7 +205,8 @@ class Step(Generic[Array]):
                 arrived.append(ordinal)
                 if codec.waiting and ordinal not in last:
                     continue  # to decode it with others
-                codec.decode_waiting()
+                if codec.waiting:
+                    codec.decode_waiting()
                 self.received.update(arrived)
                 for done in arrived:
                     bucket, own = self._buckets[done], targets[done]
