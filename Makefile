@@ -66,7 +66,7 @@ test: setup ## test every feature and every law, on real ranks too (6 to 8 minut
 	$(RUN) -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
 
 test-tools: TIER = tools
-test-tools: test ## test the command, scripts, pages, images, set-up and compiling for GPUs (6 minutes)
+test-tools: test ## test the command, scripts, pages, images, set-up, GPU builds (6 minutes)
 
 test-all: TIER = all
 test-all: WORKERS = 0
