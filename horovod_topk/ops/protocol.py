@@ -170,7 +170,7 @@ class EncodesTogether(Protocol[Taken]):
         payloads: Sequence[Taken],
         squares: Sequence[Taken | None] = (),
     ) -> None:
-        """As `Fused.encode` of each of `kernels`, which encode shards of the same gradients."""
+        """Encode all shards of some gradients, as `Fused.encode` of each kernel does."""
         ...
 
 
@@ -191,7 +191,7 @@ class DecodesTogether(Protocol[Array]):
     def heads(
         self, arrived: Sequence[Arrived[Array]], widths: Sequence[int], counts: Sequence[int]
     ) -> list[list[bytes]]:
-        """The first bytes of each payload of each bucket; waits for each device once.
+        """Return the first bytes of each payload, for each bucket. Waits once for each device.
 
         Args:
             arrived: buckets as for `decode_all`.

@@ -520,7 +520,7 @@ def case_shards(values: str, indices: str) -> None:
     [("int4", "packed", True), ("float32", "plain", True), ("int4", "packed", False)],
 )
 def case_shards_together(values: str, indices: str, adjoin: bool) -> None:
-    """Encoding all shards at once has the bits of one by one, wherever their arenas are."""
+    """Shards encoded at once have the bits of one by one, wherever their arenas are."""
     sizes = (5, 1700, 7, 600, 0, 30, 31, 32, 8, 1100)  # flags in two bytes
     split = shard(plan(sizes, KINDS, ratio=0.05, values=values, indices=indices), 3)
     pairs, ops = [*map(Pair, split.scatter)], TorchOps(kernels=False)

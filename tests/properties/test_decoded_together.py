@@ -1,4 +1,4 @@
-"""Buckets that kernels decode at once, as on a GPU: results, flags and errors of one by one."""
+"""Buckets that a kernel decodes at once, as on a GPU, end as if they were decoded one by one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def gradients(step: int) -> list[Gradients]:
 def test_steps_are_those_of_buckets_one_by_one(
     exchange: str, at_once: int, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a rank has a NaN: it flags that tensor alone, on all ranks."""
+    """In the second step a rank has a NaN, which flags that tensor alone, on all ranks."""
     monkeypatch.setattr(codec, "AT_ONCE", at_once)
     worlds = world_of(exchange, TOGETHER), world_of(exchange, NATIVE)
     for step in range(3):

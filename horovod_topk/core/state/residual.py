@@ -409,7 +409,7 @@ class ResidualRegistry(NamedState[Array]):
         self.pieces = {**pieces}
 
     def _allocate(self, plans: Sequence[BucketPlan]) -> list[Arenas[Array]]:
-        """New arenas for plans that together hold a bucket."""
+        """Return new arenas for the plans that together hold a bucket."""
         if not plans:
             return []
         stored = self.stored

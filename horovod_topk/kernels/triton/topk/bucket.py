@@ -52,8 +52,8 @@ class TritonBucket:
         recipe: see `Fused`; a recipe for which `unsupported` returns None.
         device: "cuda", "cuda:1", or "cpu" under Triton's interpreter.
         geometry: how work is divided; the default suits the device.
-        payloads: how many payloads it writes; of several, the recipe is `joined`, and
-        apart: they follow one another, so many bytes apart.
+        payloads: number of payloads that an encode writes; above 1 the recipe is one of `joined`.
+        apart: bytes from the beginning of one payload to that of the next.
     """
 
     def __init__(
@@ -124,6 +124,9 @@ class TritonBucket:
         Their arenas have to follow one another in memory, as those of `Ops.arrays` do, and so have
         their payloads, at equal distances. Others are encoded one by one.
         """
+        if len(kernels) == 1:
+            self.encode(residuals[0], candidates[0], gradients, payloads[0], (), squares)
+            return
         distances = _distances(residuals), _distances(candidates), _distances(payloads)
         key = tuple(kernels), *distances
         if key not in self._encoders:
@@ -145,10 +148,8 @@ class TritonBucket:
     ) -> TritonBucket | None:
         """Make the kernels of several shards, whose arrays are so many bytes behind the first.
 
-        Those of a single shard are its own. None: they cannot be encoded together.
+        None: they cannot be encoded together.
         """
-        if len(kernels) == 1:
-            return self
         alike = {(each._head.tensors, each._head.flags_at) for each in kernels}
         follow = payloads == tuple(range(0, payloads[-1] + 1, max(payloads[1], 1)))
         aligned = all(at >= 0 and at % (4 * _RESIDUAL) == 0 for at in residuals)

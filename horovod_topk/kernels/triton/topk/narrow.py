@@ -220,7 +220,7 @@ def flag(
 ) -> None:
     """Write one byte of the non-finite flags: for eight tensors, whose chunks are consecutive.
 
-    Payloads of so many `tensors` each follow one another, so many bytes `apart`.
+    Each payload has `tensors` tensors, and begins `apart` bytes behind the one before.
     """
     each = (tensors + 7) // 8
     payload, byte = program // each, program % each

@@ -97,12 +97,12 @@ class Head:
 
 
 def joined(recipes: Sequence[Sequence[int]], arenas: Sequence[int], apart: int) -> tuple[int, ...]:
-    """The recipe of shards whose arenas and payloads are encoded as those of one bucket.
+    """Return one recipe for several shards, which are then encoded as one bucket.
 
     Args:
-        recipes: of each shard.
-        arenas: where its arenas begin, in elements, and
-        apart: how many bytes of payloads one follows the other.
+        recipes: the recipe of each shard.
+        arenas: number of elements from the first shard's arenas to those of each.
+        apart: bytes from the beginning of one shard's payload to that of the next.
     """
     first, found = recipes[0], list[int]()
     for number, (recipe, arena) in enumerate(zip(recipes, arenas, strict=True)):
