@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 from horovod_topk.config import check_whole
 from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, bucket_recipe
-from horovod_topk.ops import Fused, Ops
+from horovod_topk.ops import Fused, Ops, coding
 
 Array = Any  # an array of the framework that `ops` is for
 
-ABOVE = (1 + 2.0**-20) / 255  # step / range; the factor makes up for rounding
+STEP = coding.STEP_MARGIN / 255  # of a range
 RANGE_BYTES = 4  # bytes of a low or a step
 
 
@@ -54,7 +54,7 @@ class ByteGrad(Codec):
         """`Codec.pack`."""
         values = ops.finite(values) * 0.5  # halved, so that no range overflows
         low = ops.largest(values * -1, self.block) * -1
-        step = (ops.largest(values, self.block) - low) * ABOVE
+        step = (ops.largest(values, self.block) - low) * STEP
         offset = values - ops.spread(low, self.block, piece.numel)
         share = ops.divided(offset, ops.spread(step, self.block, piece.numel))
         codes = ops.pack_bits(ops.cast(share + 0.5, "int64"), 8)

@@ -29,8 +29,6 @@ from horovod_topk.ops import Fused, Ops, coding
 
 Array = Any  # an array of the framework that `ops` is for
 
-ABOVE = 1 + 2.0**-20  # makes up for rounding, so that no element exceeds s steps
-
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(Codec, Seeded):
@@ -97,7 +95,7 @@ class QSGD(Codec, Seeded):
         """`Codec.pack`."""
         assert context.key is not None
         values, count = ops.finite(values), piece.numel
-        step = ops.above(self._norms(ops, abs(values)) * (ABOVE / self.levels))
+        step = ops.above(self._norms(ops, abs(values)) * (coding.STEP_MARGIN / self.levels))
         exact = ops.divided(abs(values), ops.spread(step, self.block, count))
         drawn = ops.cast(halves(ops, context.key.own, count, ops.device(values)), "float32")
         level = ops.cast(exact + (drawn + 0.5) * 2.0**-16, "int64")

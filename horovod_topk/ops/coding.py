@@ -48,6 +48,7 @@ LARGEST = {"int8": 127, "stable8": 127, "int4": 7}  # largest multiple of a scal
 DIVISOR = {"int8": 127.0, "stable8": 127.4921875, "int4": 7.0}
 SCALE_BYTES = 2  # a scale is a bfloat16
 LIMIT = 2.0**127  # values with a scale saturate here, so that no multiple overflows float32
+STEP_MARGIN = 1 + 2.0**-20  # makes a step larger than rounding can make a quotient by it
 UNIT = 65536  # for exact sums, magnitudes are multiples of largest / 65536
 INDEX_BYTES = {"int16": 2, "int32": 4}
 TILE = 512  # elements of a tile in float64 sums, a power of two

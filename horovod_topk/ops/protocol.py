@@ -168,9 +168,13 @@ class EncodesTogether(Protocol[Taken]):
         candidates: Sequence[Taken],
         gradients: Sequence[Taken],
         payloads: Sequence[Taken],
+        streams: Sequence[Stream] = (),
         squares: Sequence[Taken | None] = (),
     ) -> None:
-        """Encode all shards of some gradients, as `Fused.encode` of each kernel does."""
+        """Encode all shards of some gradients, as `Fused.encode` of each kernel does.
+
+        streams: as in `Fused.encode`, shard by shard.
+        """
         ...
 
 

@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from horovod_topk.ops.protocol import (
     Fused,
     Pick,
     Place,
+    TernaryKernel,
     TrackerKernels,
     Velocities,
 )
@@ -100,6 +101,10 @@ class TorchOps(IndexedVerbs):
             key = native.integers(stream.numbers())
             library.topkef_random_bits(key, count, bits, out.data_ptr())
             return out
+        ours = self._triton("baselines.draws", device)
+        if ours is not None:
+            found: Tensor = ours.random_bits(stream, count, bits, device)
+            return found
         blocks = torch.arange(-(-count // 4), device=device)
         drawn = torch.stack(words(stream, blocks, operator.rshift), 1) >> (32 - bits)
         return drawn.view(-1)[:count]
@@ -173,7 +178,7 @@ class TorchOps(IndexedVerbs):
     def tracker_kernels(
         self, gradients: Sequence[Tensor], others: Sequence[Tensor], factors: Sequence[float] = ()
     ) -> TrackerKernels:
-        ours = self._lists(others[0].device)
+        ours = self._triton("updates.lists", others[0].device)
         if ours is not None and not factors and ours.suit(gradients, others):
             own = ours.energy_withheld, ours.energy_of_owner
             return TrackerKernels(*own, ours.energies, ours.spikes)
@@ -227,7 +232,7 @@ class TorchOps(IndexedVerbs):
         return sums.to(DTYPES[dtype])
 
     def kernel_kind(self, device: str) -> str:
-        if self._lists(torch.device(device)) is not None:
+        if self._triton("updates.lists", device) is not None:
             return f"Triton {triton.version()}"
         kind = torch.device(device).type
         return "framework" if kind == "cpu" else kind
@@ -417,7 +422,7 @@ class TorchOps(IndexedVerbs):
             super().scale(arrays, factors)
 
     def shards(self, tensors: Sequence[Tensor], parts: int, firsts: Sequence[int]) -> list[Tensor]:
-        ours = self._lists(tensors[0].device) if tensors else None
+        ours = self._triton("updates.lists", tensors[0].device) if tensors else None
         if ours is None or not ours.suit(tensors):
             return super().shards(tensors, parts, firsts)
         made: list[Tensor] = ours.shards(tensors, parts, firsts)
@@ -538,12 +543,15 @@ class TorchOps(IndexedVerbs):
         """The kernel library for arrays on a device; None: use torch's own operations."""
         return native.find().library if self._use_kernels and device == "cpu" else None
 
-    def _lists(self, device: torch.device) -> ModuleType | None:
-        """The Triton kernels for lists of tensors on a device; None: use torch's operations."""
-        return triton.for_lists(device.type) if self._use_kernels else None
+    def _triton(self, name: str, device: str | torch.device) -> Any:
+        """A module of Triton kernels for arrays on a device; None: use torch's own operations."""
+        return triton.module(name, torch.device(device).type) if self._use_kernels else None
 
-    def ternary(self, device: str) -> CpuTernary | None:
-        library = self._library(device)
+    def ternary(self, device: str) -> TernaryKernel[Tensor] | None:
+        library, ours = self._library(device), self._triton("baselines.ternary", device)
+        if ours is not None:
+            found: TernaryKernel[Tensor] = ours.TritonTernary()
+            return found
         return None if library is None else CpuTernary(library)
 
     def norm(self, array: Tensor) -> float:

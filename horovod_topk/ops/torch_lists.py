@@ -37,12 +37,12 @@ def by_kernels(
     fit, others = dict[tuple[torch.device, torch.dtype], list[Item]](), list[Item]()
     for item in items:
         found = tensors(item)
-        ours = triton.for_lists(found[0].device.type)
+        ours = triton.module("updates.lists", found[0].device.type)
         is_fit = ours is not None and ours.suit(found)
         kind = found[0].device, found[0].dtype
         (fit.setdefault(kind, []) if is_fit else others).append(item)
     for (device, _), own in fit.items():
-        yield triton.for_lists(device.type), own
+        yield triton.module("updates.lists", device.type), own
     if others:
         yield None, others
 

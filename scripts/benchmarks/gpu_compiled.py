@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from benchmarks.gpu_traffic import COPIED
 from horovod_topk.kernels.triton.topk import tables
-from horovod_topk.kernels.triton.topk.tables import Geometry
+from horovod_topk.kernels.triton.topk.tables import Geometry, Tables
 from pages import RESULTS, Values, write
 from pages.markdown import table
 
@@ -47,9 +47,17 @@ VALUES = {
     "int2": tables.INT2,
     "sign": tables.SIGN,
 }
+# Methods that send all elements: kind of values, bits of a code, and elements of a block.
+CODED = {
+    "QSGD": (tables.DITHERED, 4, 128),
+    "QSGD, l2": (tables.DITHERED_L2, 4, 1024),
+    "ByteGrad": (tables.MINMAX, 8, 2048),
+    "OneBit": (tables.MEANS, 1, 4608),
+    "TernGrad": (tables.TERNARY, 2, 1 << 20),
+}
 # Types of arguments by name; others are int32 arrays in a bucket's kernels, float32 in the lists'.
 OF_BUCKETS = {
-    **dict.fromkeys(("table", "addresses", "squares"), "*i64"),
+    **dict.fromkeys(("table", "addresses", "squares", "streams", "stream"), "*i64"),
     **dict.fromkeys(("payload", "flags"), "*u8"),
     **dict.fromkeys(("residual", "candidate", "products", "rows"), "*fp32"),
     **dict.fromkeys(("tiles", "entries", "ranks", "writers"), "i32"),
@@ -105,11 +113,14 @@ class Build:
         return triton.compile(source, target=target, options=options).asm
 
 
-def of_buckets(values: Sequence[str], kind: int) -> Iterator[Build]:
+def of_buckets(
+    values: Sequence[str], kind: int, coded: Sequence[str] = tuple(CODED)
+) -> Iterator[Build]:
     """Yield the kernels of a bucket for some formats of values and one kind of gradients.
 
-    Values are decoded from the first format alone.
+    Values are decoded from the first format alone. coded: methods that send all elements.
     """
+    from horovod_topk.kernels.triton.baselines.coders import pack_coded
     from horovod_topk.kernels.triton.topk.gather import gather
     from horovod_topk.kernels.triton.topk.index_coding import unpack
     from horovod_topk.kernels.triton.topk.narrow import narrow
@@ -132,8 +143,22 @@ def of_buckets(values: Sequence[str], kind: int) -> Iterator[Build]:
         own = {"VALUES": VALUES[name], "BLOCK": block, "ROWS": size.parcel // block}
         yield Build(f"pack, {name}", pack, 4, constants=own)
     yield Build("unpack", unpack, 4, constants={"LANES": size.tile})
-    own = {"KIND": kind, "VALUES": VALUES[values[0]], **out}
+    own = {"KIND": kind, "VALUES": VALUES[values[0]], "BITS": 0, **out}
     yield Build(f"gather, {values[0]}", gather, 4, constants=own)
+    for name in coded:
+        code, bits, block = CODED[name]
+        made = Tables((1, 4, code, *[0] * 5, bits, *[block] * 3, *[0] * 6, block), size)
+        own = {"KIND": code, "BITS": bits, "KEEPS": True, "LANES": size.parcel // 4}
+        own |= {
+            "ROWS": made.parcel_rows,
+            "SOME": made.measured_rows,
+            "WIDTH": made.block,
+            "TILES": made.block_tiles,
+        }
+        if code != tables.TERNARY:
+            yield Build(f"pack, {name}", pack_coded, 4, constants=own)
+        own = {"KIND": kind, "VALUES": code, "BITS": bits, **out, "STEPS": 0, "BLOCK": made.written}
+        yield Build(f"gather, {name}", gather, 4, constants=own)
 
 
 def of_lists() -> Iterator[Build]:

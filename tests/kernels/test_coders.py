@@ -106,7 +106,7 @@ def test_encoding_by_a_kernel_of_buckets_that_announce_nothing(isa: str, size: i
     side, kernel = both.kernels, method.kernel(TorchOps(), both.bucket)
     gradients, zeros = gradients_of(both.bucket, 1), torch.zeros(size)
     left, given = torch.ones(size), [torch.from_numpy(each) for each in gradients]
-    kernel.encode(zeros, left, given, side.payloads[0], side.codec._streams(both.bucket))
+    kernel.encode(zeros, left, given, side.payloads[0], side.codec._streams([both.bucket]))
     payload = side.payloads[0].clone()
     both.verbs.encode(gradients)
     np.testing.assert_array_equal(payload, both.verbs.payloads[0])

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_compiled
-from horovod_topk.core.codec.codec import PayloadCodec
+from horovod_topk.core.codec.codec import PayloadCodec, codec_of
 from horovod_topk.core.codec.momentum import OptimizerMoments
 from horovod_topk.core.plan import payload as wire
 from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
@@ -32,10 +33,21 @@ from horovod_topk.core.plan.shards import shard, shard_sums
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import triton
 from horovod_topk.kernels.triton import unavailable, unsupported
-from horovod_topk.kernels.triton.topk.tables import COLUMNS, SAMPLED, SEARCHED, Geometry, Tables
+from horovod_topk.kernels.triton.topk.tables import (
+    COLUMNS,
+    LONGEST,
+    MEANS,
+    SAMPLED,
+    SEARCHED,
+    Geometry,
+    Tables,
+)
+from horovod_topk.methods import QSGD, ByteGrad, Codec, OneBit, TernGrad, terngrad
+from horovod_topk.methods.protocol import AnnouncingCodec
 from horovod_topk.methods.topk import VALUES, Entries, TopK
 from horovod_topk.ops import coding
-from horovod_topk.ops.protocol import HEAD, Arrived
+from horovod_topk.ops.philox import Stream
+from horovod_topk.ops.protocol import HEAD, Arrived, TernaryKernel
 from horovod_topk.ops.torch import DTYPES, TorchOps
 
 DEVICE = os.environ.get("TRITON_CASES_ON", "cpu")
@@ -109,8 +121,9 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
     assert unsupported(narrow, "cuda:0") is None
     assert "float64" in str(unsupported(wide, "cuda:0"))
     assert "cpu" in str(unsupported(narrow, "cpu"))
-    quantised = (*narrow[:2], 8, *narrow[3:])
-    assert "kind of values" in str(unsupported(quantised, "cuda:0"))
+    columns = (*narrow[:2], MEANS, *narrow[3:-1], LONGEST)
+    assert unsupported(columns, "cuda:0") is None
+    assert "a column of more" in str(unsupported((*columns[:-1], LONGEST + 1), "cuda:0"))
     for values in VALUES:
         for indices in ("packed", "plain"):
             recipe = recipe_of(5, 5000, values=values, indices=indices)
@@ -205,6 +218,15 @@ class Side:
     payload: Tensor
 
 
+class WithTernary(TorchOps):
+    """Array operations, and Triton's kernels for TernGrad."""
+
+    def ternary(self, device: str) -> TernaryKernel[Tensor]:
+        from horovod_topk.kernels.triton.baselines.ternary import TritonTernary
+
+        return TritonTernary()
+
+
 class Pair:
     """The verbs and the kernels side by side, given the same gradients."""
 
@@ -213,7 +235,11 @@ class Pair:
 
         self.bucket = bucket
         self.codec = PayloadCodec(TorchOps(kernels=False))
-        self.kernel = TritonBucket(bucket.config.recipe(bucket), DEVICE, geometry)
+        self.announcing = PayloadCodec(WithTernary(kernels=False))
+        for codec in (self.codec, self.announcing):
+            codec.draw_from(lambda: 2**32 + 7, lambda: 1)
+        ops: Any = SimpleNamespace(fused=lambda recipe, _: TritonBucket(recipe, DEVICE, geometry))
+        self.kernel: Any = codec_of(bucket).kernel(ops, bucket)
         self.guards: list[Tensor] = []
         self.verbs, self.kernels = self._side("cpu"), self._side(DEVICE)
 
@@ -233,8 +259,11 @@ class Pair:
         arenas, known = self.kernels.arenas, [None if v is None else v.cpu() for v in squares]
         own = self.verbs.arenas, [g.cpu() for g in gradients], self.verbs.payload
         self.codec.encode(*own, OptimizerMoments(squares=known))
-        pair = arenas.residual, arenas.candidate
-        self.kernel.encode(*pair, gradients, self.kernels.payload, (), squares)
+        if isinstance(self.bucket.config, AnnouncingCodec):  # has kernels for its tensors
+            self.announcing.encode(arenas, gradients, self.kernels.payload)
+        else:
+            pair, drawn = (arenas.residual, arenas.candidate), self.codec._streams([self.bucket])
+            self.kernel.encode(*pair, gradients, self.kernels.payload, drawn, squares)
         assert self._bits(self.verbs) == self._bits(self.kernels)
         assert_same(self.verbs.arenas.candidate, arenas.candidate)
         assert all((guard == 7).all() for guard in self.guards)
@@ -516,13 +545,18 @@ def case_shards(values: str, indices: str) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    ("values", "indices", "adjoin"),
-    [("int4", "packed", True), ("float32", "plain", True), ("int4", "packed", False)],
-)
-def case_shards_together(values: str, indices: str, adjoin: bool) -> None:
+    ("method", "adjoin"),
+    [
+        (TopK(ratio=0.05, min_numel=10), True), (TopK(ratio=0.05, min_numel=10), False),
+        (TopK(ratio=0.05, values="float32", indices="plain", min_numel=10), True),
+        (QSGD(min_numel=10), True), (QSGD(min_numel=10), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def case_shards_together(method: Codec, adjoin: bool) -> None:
     """Shards encoded at once have the bits of one by one, wherever their arenas are."""
     sizes = (5, 1700, 7, 600, 0, 30, 31, 32, 8, 1100)  # flags in two bytes
-    split = shard(plan(sizes, KINDS, ratio=0.05, values=values, indices=indices), 3)
+    split = shard(elements_of(method, *((n,) for n in sizes)), 3)
     pairs, ops = [*map(Pair, split.scatter)], TorchOps(kernels=False)
     kernels = [pair.kernel for pair in pairs]
     numels = [pair.bucket.numel for pair in pairs]
@@ -538,9 +572,11 @@ def case_shards_together(values: str, indices: str, adjoin: bool) -> None:
         gradients = result.gradients(step)
         if step == 1:
             gradients[1][-1], gradients[9][7] = math.inf, math.nan
-        squares = squares_of(result, step)[: len(gradients)] if step == 2 else ()
+        weighs = step == 2 and isinstance(method, TopK)
+        squares = squares_of(result, step)[: len(gradients)] if weighs else ()
+        drawn = pairs[0].codec._streams([pair.bucket for pair in pairs])
         expected = [pair.encode(gradients, squares) for pair in pairs]
-        kernels[0].encode_all(kernels, *both, gradients, parts, squares)
+        kernels[0].encode_all(kernels, *both, gradients, parts, drawn, squares)
         for pair, part, payload, candidate in zip(pairs, parts, expected, both[1], strict=True):
             assert torch.equal(part[: len(payload)], payload) and not part[len(payload) :].any()
             assert_same(candidate, pair.kernels.arenas.candidate)
@@ -549,6 +585,59 @@ def case_shards_together(values: str, indices: str, adjoin: bool) -> None:
         both = both[::-1] if step != 1 else both
     together = [*kernels[0]._encoders.values()]
     assert [each is not None for each in together] == ([True] if adjoin else [False] * 2)
+
+
+CODED = (
+    QSGD(), QSGD(bits=3, block=20), QSGD(bits=7, block=100), QSGD(bits=8, block=2048),
+    QSGD(bits=2, norm="l2"), QSGD(bits=5, block=1300, norm="l2"), ByteGrad(block=50), ByteGrad(),
+    ByteGrad(min_numel=0), OneBit(), OneBit(min_numel=0), TernGrad(),
+    TernGrad(clip=None, min_numel=0),
+)  # fmt: skip
+
+
+def elements_of(method: Codec, *shapes: tuple[int, ...]) -> BucketPlan:
+    """The bucket of a method; dtypes take turns."""
+    specs = [TensorSpec(f"t{i}", s, KINDS[i % 3], DEVICE) for i, s in enumerate(shapes)]
+    (bucket,) = make_plan(specs, method).buckets
+    return bucket
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("method", CODED, ids=str)
+def case_all_elements_in_few_bits(method: Codec) -> None:
+    """Blocks of any size, whole tensors beside them, and gradients that are -0 or not finite."""
+    shapes = (3, 3, 3, 16), (5,), (700,), (2100,), (40, 27), (0,), (30, 50)
+    pair, payloads = Pair(elements_of(method, *shapes)), list[Tensor]()
+    for step in range(3):
+        gradients = [g.view(s) for g, s in zip(pair.gradients(step), shapes, strict=True)]
+        if step == 1:
+            gradients[0].view(-1)[:2] = torch.tensor([math.inf, math.nan])
+            gradients[3].mul_(3e38)
+        if step == 2:
+            gradients = [g.where(torch.rand_like(g) < 0.7, -0.0) for g in gradients]
+        payloads.append(pair.encode(gradients))
+        pair.commit()
+    pair.decode(payloads[::2], 0.5, [torch.ones_like(g) for g in gradients])
+
+
+def case_moments_in_float64() -> None:
+    """What float32 does not have saturates; sums of many tiles are added in pairs."""
+    values = torch.randn(5121, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values[:4] = torch.tensor([math.inf, math.nan, 1e300, -1e-60], dtype=torch.float64)
+    found = WithTernary().ternary(DEVICE).moments(values.to(DEVICE))
+    for one, other in zip(terngrad._moments(TorchOps(), values, 5121), found, strict=True):
+        assert torch.equal(one, other.cpu())
+
+
+@pytest.mark.parametrize("bits", [1, 31, 32])
+def case_random_bits(bits: int) -> None:
+    """They do not depend on the device."""
+    from horovod_topk.kernels.triton.baselines.draws import random_bits
+
+    stream, ops = Stream((0xDEADBEEF, 0x92345678), 2**32 + 7), TorchOps(kernels=False)
+    for count in (0, 3, 2050):
+        expected = ops.random_bits(stream, count, bits, "cpu")
+        assert torch.equal(random_bits(stream, count, bits, DEVICE).cpu(), expected)
 
 
 def case_sums_of_nodes() -> None:

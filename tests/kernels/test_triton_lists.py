@@ -7,6 +7,7 @@ there is a GPU on it as well.
 from __future__ import annotations
 
 import ast
+import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,10 +95,9 @@ def places(parts: int, first: int) -> tuple[Place, ...]:
 @pytest.fixture
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use Triton's kernels for lists on any device, and leave the CPU's own kernels out."""
-    from horovod_topk.kernels.triton.updates import lists
-
+    room = "horovod_topk.kernels.triton"
     monkeypatch.setattr(native, "find", lambda: native.Found(None, "left out"))
-    monkeypatch.setattr(triton, "for_lists", lambda kind: lists)
+    monkeypatch.setattr(triton, "module", lambda name, _: importlib.import_module(f"{room}.{name}"))
 
 
 @pytest.mark.parametrize("maximize", [False, True])

@@ -70,7 +70,7 @@ ROOMS = {
     "kernels/__init__.py": "",
     "kernels/native.py": ".kernels.compile",
     "kernels/compile.py": "",
-    "kernels/triton": ".ops.coding .ops.protocol torch triton",
+    "kernels/triton": ".ops.coding .ops.philox .ops.protocol torch triton",
     # safetensors and operations by name, for the framework at hand
     "checkpoint": ".core .errors",
     "elastic/leaving.py": ".elastic horovod.common.elastic horovod.common.exceptions",

@@ -133,17 +133,16 @@ class PayloadCodec(Generic[Array]):
             else Opened(each, each)
             for each in arenas
         ]
-        plans = (each.plan for each in arenas)
+        plans = [each.plan for each in arenas]
         kernels: list[Any] = [made.get(p.fingerprint) or self._encoder(p) for p in plans]
         first: object = kernels[0]
         velocities, squares = moments.velocities, moments.squares
+        streams = self._streams(plans) if isinstance(plans[0].config, Seeded) else ()
         if squares and all(each is None for each in squares):
             squares = ()
         if isinstance(first, SupportsOnePass) and not arenas[0].plan.config.measured:
             pairs = (each.arenas.unscaled() for each in opened)
             residuals, candidates, factors = zip(*pairs, strict=True)
-            seeded = [each.plan for each in arenas if isinstance(each.plan.config, Seeded)]
-            streams = [stream for plan in seeded for stream in self._streams(plan)]
             memory = residuals, candidates, gradients, payloads
             first.encode_shards(kernels, *memory, factors, velocities, streams, squares)
         else:
@@ -152,7 +151,7 @@ class PayloadCodec(Generic[Array]):
             if together and isinstance(first, EncodesTogether):
                 own = [each.arenas for each in opened]
                 pair = [e.residual for e in own], [e.candidate for e in own]
-                first.encode_all(kernels, *pair, gradients, payloads, squares)
+                first.encode_all(kernels, *pair, gradients, payloads, streams, squares)
             else:
                 for each, payload in zip(opened, payloads, strict=True):
                     self._encode_alone(each.arenas, gradients, payload, squares)
@@ -192,7 +191,7 @@ class PayloadCodec(Generic[Array]):
                 for position in range(len(bucket.tensors)):
                     self._measure(bucket, position, self.compensate(arenas, gradients, position)[0])
             pair = arenas.residual, arenas.candidate
-            kernel.encode(*pair, gradients, payload, self._streams(bucket), squares)
+            kernel.encode(*pair, gradients, payload, self._streams([bucket]), squares)
             return
         sent = []
         for position, piece in enumerate(bucket.tensors):
@@ -537,9 +536,9 @@ class PayloadCodec(Generic[Array]):
             index = self.ops.load(self.ops.joined([own] * rows), piece.numel, 0, piece.numel)
         return self._in_gradient(bucket, piece, index)
 
-    def _streams(self, bucket: BucketPlan) -> list[Stream]:
-        """Streams of a kernel's random numbers, one a piece; empty if the method draws none."""
-        keys = (self.key(bucket, position) for position in range(len(bucket.tensors)))
+    def _streams(self, plans: Sequence[BucketPlan]) -> list[Stream]:
+        """Streams of kernels' random numbers, one a piece; empty if the method draws none."""
+        keys = (self.key(plan, at) for plan in plans for at in range(len(plan.tensors)))
         return [key.own for key in keys if key is not None]
 
     def _slice(self, arena: Array, piece: Any) -> Array:

@@ -2,7 +2,8 @@
 
 `topk/` has a bucket of Top-K. An encode has four passes, a file each: `stream` adds gradients to
 residuals, `narrow` brackets each tensor's threshold, `scatter` finds it and the indices, and `pack`
-encodes indices and values. `index_coding` decodes indices, and `gather` all else. Results have the
+encodes indices and values. `index_coding` decodes indices, and `gather` all else. `baselines/` has
+the fourth pass of methods that send all elements, whose first two are the same. Results have the
 same bits as those of `horovod_topk.ops`, except the bits of NaNs. `updates/` has lists of tensors:
 it adapts the optimizer's steps to the exchange.
 
@@ -21,7 +22,16 @@ import os
 from collections.abc import Sequence
 from types import ModuleType
 
-from horovod_topk.kernels.triton.topk.tables import AS_IS, FLOAT32, HEAD, INT3, MOST, SHARE
+from horovod_topk.kernels.triton.topk.tables import (
+    AS_IS,
+    FLOAT32,
+    HEAD,
+    LONGEST,
+    MEANS,
+    MINMAX,
+    MOST,
+    SHARE,
+)
 
 OLDEST = 3, 6  # the oldest Triton that compiles the kernels, and launches them as `launching` does
 _FLOAT64 = 8  # bytes
@@ -49,11 +59,11 @@ def unavailable(device: str) -> str | None:
 
 
 @functools.cache
-def for_lists(kind: str) -> ModuleType | None:
-    """The module of kernels for lists of tensors on a kind of device; None if it has none."""
+def module(name: str, kind: str) -> ModuleType | None:
+    """A module of kernels, such as "updates.lists", for a kind of device; None if it has none."""
     if kind != "cuda" or unavailable(kind) is not None:
         return None
-    return importlib.import_module("horovod_topk.kernels.triton.updates.lists")
+    return importlib.import_module(f"horovod_topk.kernels.triton.{name}")
 
 
 def version() -> str:
@@ -62,9 +72,9 @@ def version() -> str:
 
 
 def _unfit(recipe: Sequence[int]) -> str | None:
-    if recipe[2] > INT3:
-        return "its kind of values has no Triton kernel"
-    if recipe[2] != FLOAT32 and AS_IS in recipe[HEAD + 3 :: SHARE]:
+    if recipe[2] == MEANS and max(recipe[HEAD + 9 :: SHARE], default=0) > LONGEST:
+        return f"it has a column of more than {LONGEST} elements"
+    if FLOAT32 < recipe[2] < MINMAX and AS_IS in recipe[HEAD + 3 :: SHARE]:
         return "it has float32 values beside others"
     sizes, parts = recipe[HEAD::SHARE], recipe[6]
     numel = max(sum(sizes), parts * max(sizes, default=0))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horovod_topk.kernels.triton.baselines.coders import pack_coded
 from horovod_topk.kernels.triton.launching import FOUR_WARPS, KINDS, SIXTEEN_WARPS, launch, on
 from horovod_topk.kernels.triton.memory import (
     Addresses,
@@ -33,6 +34,7 @@ from horovod_topk.kernels.triton.topk.tables import (
     joined,
     power_of_two,
 )
+from horovod_topk.ops.philox import Stream
 from horovod_topk.ops.protocol import Arrived
 
 _ENTRY_LANES = 128  # entries of one rank added at once
@@ -75,6 +77,7 @@ class TritonBucket:
         self._carried = _integers([int(NOWHERE)] * self._head.tensors, place)
         self._sources = Addresses(tables.gradients, self._device)
         self._squares = Addresses(tables.gradients, self._device)
+        self._streams = Addresses(3 * self._head.tensors, self._device)
         self._constants = self._device, tables.constants
         self._decoders: dict[tuple[TritonBucket, ...], Decoder] = {}  # by buckets, this one first
         self._encoders: dict[object, TritonBucket | None] = {}  # by shards, and where they are
@@ -86,12 +89,12 @@ class TritonBucket:
         candidate: Tensor,
         gradients: Sequence[Tensor],
         payload: Tensor,
-        streams: Sequence[object] = (),
+        streams: Sequence[Stream] = (),
         squares: Sequence[Tensor | None] = (),
     ) -> None:
         """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
 
-        streams: random numbers; unused, as the supported kinds of values draw none.
+        streams: random numbers of each tensor, for kinds of values that draw some.
         squares: for each gradient, the squares to select by, or None; empty: none.
         """
         flat = [packed(gradient) for gradient in gradients]
@@ -108,7 +111,7 @@ class TritonBucket:
             self._narrow(products, payload, chunks, runs)
             indices = self._take("indices", self._tables.entries)
             self._scatter(products, payload, runs, indices)
-            self._pack(candidate, payload, indices)
+            self._pack(candidate, payload, indices, streams)
 
     def encode_all(
         self,
@@ -117,6 +120,7 @@ class TritonBucket:
         candidates: Sequence[Tensor],
         gradients: Sequence[Tensor],
         payloads: Sequence[Tensor],
+        streams: Sequence[Stream] = (),
         squares: Sequence[Tensor | None] = (),
     ) -> None:
         """`horovod_topk.ops.protocol.EncodesTogether.encode_all`: four launches for all shards.
@@ -125,7 +129,7 @@ class TritonBucket:
         their payloads, at equal distances. Others are encoded one by one.
         """
         if len(kernels) == 1:
-            self.encode(residuals[0], candidates[0], gradients, payloads[0], (), squares)
+            self.encode(residuals[0], candidates[0], gradients, payloads[0], streams, squares)
             return
         distances = _distances(residuals), _distances(candidates), _distances(payloads)
         key = tuple(kernels), *distances
@@ -133,11 +137,12 @@ class TritonBucket:
             self._encoders[key] = self._joined(kernels, *distances)
         together = self._encoders[key]
         if together is not None:
-            together.encode(residuals[0], candidates[0], gradients, payloads[0], (), squares)
+            together.encode(residuals[0], candidates[0], gradients, payloads[0], streams, squares)
             return
         for position, kernel in enumerate(kernels):
             own = residuals[position], candidates[position]
-            kernel.encode(*own, gradients, payloads[position], (), squares)
+            drawn = streams[position * kernel._head.tensors :][: kernel._head.tensors]
+            kernel.encode(*own, gradients, payloads[position], drawn, squares)
 
     def _joined(
         self,
@@ -290,9 +295,19 @@ class TritonBucket:
                 RUN=tables.run, ROOM=tables.run_slot, LANES=tables.geometry.lanes, **SIXTEEN_WARPS,
             )  # fmt: skip
 
-    def _pack(self, candidate: Tensor, payload: Tensor, indices: Tensor) -> None:
+    def _pack(
+        self, candidate: Tensor, payload: Tensor, indices: Tensor, streams: Sequence[Stream]
+    ) -> None:
         tables, programs = self._tables, len(self._tables.parcel_owners)
-        if programs:
+        if programs and tables.coded:
+            drawn = self._streams.store([n for each in streams for n in each.numbers()])
+            launch(pack_coded, (programs,),
+                self._rows, self._parcel_owners, drawn, candidate, payload,
+                KIND=self._head.values, BITS=self._head.bits, KEEPS=self._head.keeps,
+                ROWS=tables.parcel_rows, SOME=tables.measured_rows, WIDTH=tables.block,
+                TILES=tables.block_tiles, LANES=tables.geometry.parcel // 4, **FOUR_WARPS,
+            )  # fmt: skip
+        elif programs:
             launch(pack, (programs,),
                 self._rows, self._parcel_owners, candidate, payload, indices,
                 VALUES=self._head.values, BLOCK=tables.block, ROWS=tables.parcel_rows, **FOUR_WARPS,
@@ -345,9 +360,9 @@ class Decoder:
             take("begins", 2 * ranks * self._tiles),
             take("rows", programs * geometry.output, torch.float32),
             entries, self._tiles, ranks, writers, scale,
-            KIND=self._first.kind, VALUES=head.values, ROOM=power_of_two(ranks * writers),
-            STEPS=self._steps, OUTPUT=geometry.output,
-            BLOCK=geometry.block, LANES=_ENTRY_LANES, **FOUR_WARPS,
+            KIND=self._first.kind, VALUES=head.values, BITS=head.bits,
+            ROOM=power_of_two(ranks * writers), STEPS=self._steps, OUTPUT=geometry.output,
+            BLOCK=self._first.written, LANES=_ENTRY_LANES, **FOUR_WARPS,
         )  # fmt: skip
 
 

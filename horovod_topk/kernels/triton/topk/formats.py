@@ -234,6 +234,8 @@ def put_codes(
     share: tl.constexpr = 8 // BITS if 8 % BITS == 0 else 8  # entries in the fewest whole bytes
     wide: tl.constexpr = share * BITS // 8  # these bytes
     if share > 1:
+        if share * BITS > 31:
+            codes = codes.to(tl.int64)
         codes = codes << (tl.arange(0, BLOCK) % share * BITS)[None, :]
         codes = tl.sum(tl.reshape(codes, [ROWS, BLOCK // share, share]), 2)
     group = row[:, None] * (BLOCK // share) + tl.arange(0, BLOCK // share)[None, :]

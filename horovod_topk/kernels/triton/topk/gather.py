@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+from horovod_topk.kernels.triton.baselines.coders import MINMAX, coded_at
 from horovod_topk.kernels.triton.topk.formats import bfloat16_bits, value_at
 from horovod_topk.kernels.triton.topk.numbers import (
     field,
@@ -140,17 +141,24 @@ def add_ranks(
 def add_dense(
     values: tensor,
     lanes: tensor,
-    numel: tensor,
+    own: tl.tuple,
     payloads: tl.tuple,
     BLOCK: constexpr,
     VALUES: constexpr,
+    BITS: constexpr,
 ) -> tensor:
-    """The sums over ranks of elements `lanes` of a tensor that is sent whole."""
+    """The sums over ranks of elements `lanes` of a tensor of which all elements are sent.
+
+    own: its elements, and those of a block, if its kind of values has such.
+    """
     _, ranks, payload_bytes = payloads
     total = tl.zeros([BLOCK], tl.float32)
-    wide = payload_bytes.to(tl.int64)
+    wide, numel = payload_bytes.to(tl.int64), own[0]
     for rank in range(ranks):
-        total += value_at(values + rank * wide, numel, lanes, lanes < numel, VALUES)
+        if VALUES >= MINMAX:
+            total += coded_at(values + rank * wide, own, lanes, lanes < numel, VALUES, BITS)
+        else:
+            total += value_at(values + rank * wide, numel, lanes, lanes < numel, VALUES)
     return total
 
 
@@ -209,6 +217,7 @@ def gather_tile(
     scale: tensor,
     KIND: constexpr,
     VALUES: constexpr,
+    BITS: constexpr,
     OUTPUT: constexpr,
     BLOCK: constexpr,
     LANES: constexpr,
@@ -226,7 +235,8 @@ def gather_tile(
             total = tl.full([BLOCK], float("nan"), tl.float32)
         elif coding == 0:
             lanes = first + at + tl.arange(0, BLOCK)
-            total = add_dense(values, lanes, numel, payloads, BLOCK, VALUES)
+            shape = numel, number(table, t, "block")
+            total = add_dense(values, lanes, shape, payloads, BLOCK, VALUES, BITS)
         else:
             total = take_sums(row + tl.multiple_of(at, BLOCK), BLOCK)
         write_block(target, first + at, total * scale, numel, KIND, BLOCK)
@@ -248,6 +258,7 @@ def gather(
     scale: tensor,
     KIND: constexpr,
     VALUES: constexpr,
+    BITS: constexpr,
     ROOM: constexpr,
     STEPS: constexpr,
     OUTPUT: constexpr,
@@ -276,5 +287,5 @@ def gather(
         address = tl.load(addresses + field(table, t, "target"))
         gather_tile(
             (table, t), tile, address, row, payloads, found, bad, scale,
-            KIND, VALUES, OUTPUT, BLOCK, LANES,
+            KIND, VALUES, BITS, OUTPUT, BLOCK, LANES,
         )  # fmt: skip

@@ -24,7 +24,9 @@ HEAD, SHARE = 9, 10  # numbers in a recipe for the bucket, and for each tensor
 FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, SIGN, INT2, INT3 = range(8)  # kinds of values
 _SCALED = {INT8: "int8", INT4: "int4", SIGN: "sign", INT2: "int2", INT3: "int3"}
 BLOCKS = {kind: coding.BLOCK[name] for kind, name in _SCALED.items()}
-_USED = 9  # numbers of a tensor that are used: all but the block of kinds without a kernel
+MINMAX, MEANS, DITHERED, DITHERED_L2, TERNARY = range(8, 13)  # kinds of which all elements are sent
+LONGEST = 1 << 16  # elements of a block that is summed by one program
+_SUMMED = MEANS, DITHERED_L2  # whose scales are sums in float64, tile by tile
 PACKED, SHORT = 1, 2  # kinds of indices: packed, and 16 bits each; 4: 32 bits each
 AS_IS = 3  # the kind of a tensor that is sent whole, in the residual's dtype: float32 here
 SEARCHED, CARRIED, SAMPLED = 0, 1, 2  # how a tensor's threshold is found: see `_rule`
@@ -42,7 +44,8 @@ COLUMNS = (
     "index_at",
     "dtype",
     "first",
-    "gradient",  # the first nine are those of the recipe
+    "gradient",
+    "block",  # of kinds of which all elements are sent; the first ten are those of the recipe
     "flags_at",
     "payload_bytes",
     "payload",  # where the address of its bucket's payloads is, in a decode of several buckets
@@ -94,6 +97,8 @@ class Head:
     payload_bytes: int
     sampled: bool
     parts: int  # shards that gradients are split into
+    keeps: bool  # whether residuals keep what is not sent; else they become 0
+    bits: int  # of a code, for kinds with codes of any number of bits
 
 
 def joined(recipes: Sequence[Sequence[int]], arenas: Sequence[int], apart: int) -> tuple[int, ...]:
@@ -123,16 +128,18 @@ class Tables:
     @cached_property
     def head(self) -> Head:
         """The first numbers of the recipe."""
-        tensors, residual, kind, flags_at, payload, sampled, parts = self.recipe[:7]
-        return Head(tensors, residual, kind, flags_at, payload, bool(sampled), parts)
+        tensors, residual, kind, at, size, sampled, parts, keeps, bits = self.recipe[:HEAD]
+        bits = {MINMAX: 8, MEANS: 1}.get(kind, bits)
+        return Head(tensors, residual, kind, at, size, bool(sampled), parts, bool(keeps), bits)
 
     @cached_property
     def shares(self) -> list[tuple[int, ...]]:
         """The recipe's numbers for each tensor."""
         body, found = self.recipe[HEAD:], list[tuple[int, ...]]()
         for at in range(0, len(body), SHARE):
-            numel, k, start, index, *places = body[at : at + _USED]
-            found.append((numel, k, start, 0 if index == AS_IS else index, *places))
+            numel, k, start, index, *places, block = body[at : at + SHARE]
+            whole = index == AS_IS
+            found.append((numel, k, start, 0 if whole else index, *places, 0 if whole else block))
         return found
 
     @cached_property
@@ -185,7 +192,7 @@ class Tables:
             before = chunk0, chunks, run0, runs, tile0, parcel0, entry0
             rows.append([*share, *self._alone(share), self.head.parts, *before, low, *rule])
             chunk0, run0, tile0 = chunk0 + chunks, run0 + runs, tile0 + self._tiles(numel)
-            parcel0, entry0 = parcel0 + self._parcels(k), entry0 + (k if kind else 0)
+            parcel0, entry0 = parcel0 + self._parcels(share), entry0 + (k if kind else 0)
         return rows
 
     @cached_property
@@ -206,17 +213,47 @@ class Tables:
     @cached_property
     def parcel_owners(self) -> list[int]:
         """The tensor of each parcel."""
-        return _owners([self._parcels(share[1]) for share in self.shares])
+        return _owners([self._parcels(share) for share in self.shares])
+
+    @property
+    def coded(self) -> bool:
+        """Whether all elements are sent, in codes with a scale for each block."""
+        return self.head.values >= MINMAX
+
+    @property
+    def widest(self) -> int:
+        """Number of elements of the largest block, if blocks differ in size."""
+        return max((share[9] for share in self.shares), default=0)
 
     @property
     def block(self) -> int:
-        """Number of entries that share their scales; any number for values without scales."""
-        return BLOCKS.get(self.head.values, 128)
+        """Number of entries that share their scales; any number for values without scales.
+
+        Where blocks differ in size, as many as are measured at once of each.
+        """
+        if not self.coded:
+            return BLOCKS.get(self.head.values, 128)
+        return min(power_of_two(self.widest), self._measured)
+
+    @property
+    def written(self) -> int:
+        """Number of elements that a decoding program writes at once; codes need more registers."""
+        return self.geometry.block // (4 if self.coded else 1)
+
+    @property
+    def measured_rows(self) -> int:
+        """Number of blocks that are measured at once."""
+        return self._measured // self.block
+
+    @property
+    def block_tiles(self) -> int:
+        """Number of tiles that the largest block's sums are added up from: a power of two."""
+        return coding.tiles(self.widest)[0]
 
     @property
     def parcel_rows(self) -> int:
-        """Number of blocks in a parcel."""
-        return max(1, self.geometry.parcel // self.block)
+        """Number of blocks in a parcel, whose codes fill whole bytes."""
+        return max(8 if self.coded else 1, self.geometry.parcel // self.block)
 
     @property
     def kind(self) -> int:
@@ -227,7 +264,7 @@ class Tables:
     @property
     def constants(self) -> tuple[object, ...]:
         """What buckets that are decoded together have in common."""
-        return self.head.values, self.kind, self.writers, self.geometry
+        return self.head.values, self.head.bits, self.kind, self.writers, self.geometry
 
     @cached_property
     def entries(self) -> int:
@@ -239,12 +276,17 @@ class Tables:
         """The largest k of a tensor that has an index."""
         return max((share[1] for share in self.shares if share[3]), default=0)
 
+    @property
+    def _measured(self) -> int:
+        """Number of elements that are measured at once."""
+        return coding.TILE if self.head.values in _SUMMED else self.geometry.parcel
+
     def _alone(self, share: tuple[int, ...]) -> tuple[int, ...]:
         """The columns from "flags_at" on, if a decode has this bucket alone."""
         return self.head.flags_at, self.head.payload_bytes, 0, 1 + share[8]
 
-    def _parcels(self, k: int) -> int:
-        return -(-k // (self.parcel_rows * self.block))
+    def _parcels(self, share: tuple[int, ...]) -> int:
+        return -(-share[1] // (self.parcel_rows * (share[9] or self.block)))
 
     def _tiles(self, numel: int) -> int:
         return -(-numel // self.geometry.output)
