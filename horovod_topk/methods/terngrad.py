@@ -84,7 +84,6 @@ class TernGrad(AnnouncingCodec, Seeded):
         return Ternary(**known, clip=None if direction == "gather" else self.clip)
 
     def data_bytes(self, piece: Piece) -> int:
-        """`Codec.data_bytes`."""
         return SCALE_BYTES + -(-piece.numel // coding.digits(3))
 
     def numbers(self, piece: Piece) -> int:
@@ -102,7 +101,6 @@ class TernGrad(AnnouncingCodec, Seeded):
         return _lesser(ops, largest, _deviations(ops, sums, count, piece.clip))
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
-        """`Codec.pack`."""
         announced, key = context.announced, context.key
         assert announced is not None
         assert key is not None
@@ -121,7 +119,6 @@ class TernGrad(AnnouncingCodec, Seeded):
     def unpack(
         self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
     ) -> Array:
-        """`Codec.unpack`."""
         scale, multiple = self._read(ops, rows, piece.numel)
         return ops.cast(ops.spread(scale, piece.numel, piece.numel) * multiple, dtype)
 

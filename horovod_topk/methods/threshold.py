@@ -42,13 +42,11 @@ class Filled(Schedule):
     """A schedule that selects the smallest level for all elements above the threshold."""
 
     def ratios(self, usual: float) -> tuple[float, ...]:
-        """`Schedule.ratios`."""
         return tuple(usual / 2**i for i in range(1, HALVINGS + 1))
 
     def decide(
         self, before: Decision, level: float, usual: float, measures: Mapping[str, Sequence[float]]
     ) -> Decision:
-        """`Schedule.decide`."""
         pairs = list(zip(measures[ABOVE], measures[COUNTED], strict=True))
         if not all(counted for _, counted in pairs):  # there is nothing to compress
             return before or (usual,)
@@ -105,7 +103,6 @@ class Threshold(Codec):
 
     @property
     def has_levels(self) -> bool:
-        """`Method.has_levels`."""
         return True
 
     @property
@@ -114,14 +111,12 @@ class Threshold(Codec):
         return self.max_ratio
 
     def at(self, ratio: float) -> Self:
-        """`Method.at`."""
         if ratio == self.ratio:
             return self
         top = self._top.at(ratio)
         return replace(self, max_ratio=ratio, values=top.values, ratios=top.ratios)
 
     def withheld(self) -> str:
-        """`Method.withheld`."""
         return self._top.withheld()
 
     def piece(self, part: Piece, direction: str) -> Piece:

@@ -24,7 +24,6 @@ class Forgets(Protocol):
 
     def forget(self, key: Any) -> None:
         """Delete the data of a key."""
-        ...
 
 
 def watched(variable: Any, owner: Forgets, key: object) -> object:
