@@ -37,10 +37,11 @@ def main(args: argparse.Namespace) -> int:
     if args.measure:
         if args.machine:
             check_writable("--machine", args.machine)
-        place = measure.measure(asked)
-        if place is None:  # another rank prints
+        found = measure.measure(asked)
+        if found is None:  # another rank prints
             return 0
-        asked, machine = asked.on(place), place.machine
+        machine, nodes = found
+        asked = asked.on(nodes)
         if args.machine:
             _keep(machine, args.machine)
     else:
