@@ -13,13 +13,11 @@ draws is g within 2^-16 s. The bytes of n elements:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Any, ClassVar
 
-from horovod_topk.errors import ConfigError
+from horovod_topk.config import checked_positive
 from horovod_topk.methods.keys import halves
 from horovod_topk.methods.protocol import (
     AnnouncingCodec,
@@ -74,7 +72,9 @@ class TernGrad(AnnouncingCodec, Seeded):
     clip: float | None = 2.5  # standard deviations that elements are clipped to; None: off
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clip", _checked(self.clip))
+        if self.clip is not None:
+            cure = "Pass the standard deviations to clip elements to, such as clip=2.5, or None"
+            object.__setattr__(self, "clip", checked_positive("clip", self.clip, cure))
         super().__post_init__()
 
     def piece(self, part: Piece, direction: str) -> Piece:
@@ -163,14 +163,3 @@ def _lesser(ops: Ops[Array], left: Array, right: Array) -> Array:
     """Return the smaller of two non-negative numbers, element by element."""
     is_left = ops.cast(left < right, "float32")
     return left * is_left + right * (is_left * -1 + 1)
-
-
-def _checked(clip: object) -> float | None:
-    if clip is None:
-        return None
-    if isinstance(clip, bool) or not isinstance(clip, Real) or not 0.0 < float(clip) < math.inf:
-        raise ConfigError(
-            f"clip={clip!r} is not a number above 0",
-            cure="Pass the standard deviations to clip elements to, such as clip=2.5, or None",
-        )
-    return float(clip)

@@ -15,15 +15,12 @@ A payload's body is that of `horovod_topk.methods.topk`, at the level's ratio.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Real
 from typing import Any, ClassVar, Self
 
-from horovod_topk.config import AUTO, check_flag
-from horovod_topk.errors import ConfigError
+from horovod_topk.config import AUTO, check_flag, checked_positive
 from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, Read, Sent
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops import Fused, Ops
@@ -87,7 +84,12 @@ class Threshold(Codec):
     indices: str = "auto"  # format of indices; "auto": packed
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", _checked(self.threshold))
+        cure = (
+            "Pass a multiple of the root mean square, such as threshold=3.0, or a magnitude with "
+            "relative=False"
+        )
+        value = checked_positive("threshold", self.threshold, cure)
+        object.__setattr__(self, "threshold", value)
         check_flag("relative", self.relative)
         object.__setattr__(self, "max_ratio", checked_ratio(self.max_ratio, "max_ratio"))
         if self.schedule is None:
@@ -173,14 +175,3 @@ class Threshold(Codec):
             mean_square = ops.cast(ops.square(values), "float64") * (1 / count)
             limit = ops.root(mean_square) * self.threshold
         return ops.cast(limit, ops.dtype(values))
-
-
-def _checked(threshold: object) -> float:
-    is_number = isinstance(threshold, Real) and not isinstance(threshold, bool)
-    if not is_number or not 0.0 < float(threshold) < math.inf:  # type: ignore[arg-type]
-        raise ConfigError(
-            f"threshold={threshold!r} is not a number above 0",
-            cure="Pass a multiple of the root mean square, such as threshold=3.0, or a magnitude "
-            "with relative=False",
-        )
-    return float(threshold)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from horovod_topk.tensorflow.collective import GraphTimer
 from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
-from horovod_topk.tensorflow.variables import StateVariables, Stores, VariablePiece, apart
+from horovod_topk.tensorflow.variables import StateVariables, Stores, VariablePiece, own_variable
 from horovod_topk.updates import formulas
 from horovod_topk.updates.tensorflow import Codes, UpdateInputs
 from horovod_topk.updates.tracker import (
@@ -156,9 +156,11 @@ class VariableState(Tensors, State[Array]):
             rows = stores.rates.of([*variables.values()])
             self.rates = VariableRates(self._fall, dict(zip(variables, rows, strict=True)))
         self.last_squares = Squares()
-        self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
+        sends = set(HOST) & set(config.needed_measures)
+        self._numbers = own_variable([0.0] * len(HOST)) if sends else None
         # SGD's cut, one for each of `names`, and what the update does to codes.
-        self._cuts, self._codes = apart(_of_update, len(names))
+        self._cuts = own_variable([0.0] * len(names), dtype=tf.float64)
+        self._codes = own_variable(Codes.FOLLOW, dtype=tf.int32)
         self._row = {name: row for row, name in enumerate(names)}
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
@@ -423,14 +425,3 @@ def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
             "or RandomK, or run without --min-np and --max-np",
         )
     return collective.rank
-
-
-def _of_update(count: int) -> tuple[Any, Any]:
-    with tf.device("cpu"):
-        cuts = tf.Variable(tf.zeros([count], tf.float64), trainable=False)
-        return cuts, tf.Variable(Codes.FOLLOW, trainable=False, dtype=tf.int32)
-
-
-def _of_host() -> Any:
-    with tf.device("cpu"):
-        return tf.Variable(tf.zeros([len(HOST)]), trainable=False)

@@ -223,14 +223,18 @@ class _InOneReplica:
         return grads_and_vars
 
 
-class _Exchanges(_InOneReplica):
-    """Mixin for a Keras optimizer that exchanges gradients where it clips them."""
+class _Exchanging:
+    """What distributed optimizers of Keras 3 have in common."""
 
     _exchanger: _Exchanger
 
     @property
     def _allreduce_grads(self) -> Callable[..., list[Any]]:
         return self._exchanger.function
+
+
+class _Exchanges(_Exchanging, _InOneReplica):
+    """Mixin for a Keras optimizer that exchanges gradients where it clips them."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """As the base class; raises if the base class did not reach the exchange.
@@ -281,18 +285,12 @@ class _Exchanges(_InOneReplica):
         super().__setattr__(name, value)
 
 
-class _ExchangesScaled:
+class _ExchangesScaled(_Exchanging):
     """Mixin for LossScaleOptimizer that exchanges first, so that all ranks skip the same steps.
 
     Gradients are divided by the scale before the exchange, as the scale may change from step to
     step, and residuals must not depend on it.
     """
-
-    _exchanger: _Exchanger
-
-    @property
-    def _allreduce_grads(self) -> Callable[..., list[Any]]:
-        return self._exchanger.function
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """As the base class, on exchanged gradients."""
@@ -343,7 +341,7 @@ def _check(optimizer: Any, op: Any, predivide: float, backward_passes_per_step: 
             f"{type(optimizer).__module__}.{type(optimizer).__name__} is no optimizer of Keras 3",
             cure="Pass a keras.optimizers.Optimizer; for tf-keras use hvd.DistributedOptimizer",
         )
-    if isinstance(optimizer, _Exchanges | _ExchangesScaled):
+    if isinstance(optimizer, _Exchanging):
         raise UnsupportedOperationError(
             f"{type(optimizer).__name__} exchanges gradients already",
             cure="Call DistributedOptimizer once",
