@@ -117,11 +117,7 @@ class HorovodCollective(ProcessSetRanks):
     def allgather(
         self, payload: Array, name: str, counts: Sequence[int] | None = None
     ) -> _Gathered:
-        """Run a named allgather of a uint8 array, or add it to the graph under construction.
-
-        Raises:
-            TensorTooLargeError: Horovod cannot count so many bytes; nothing was sent.
-        """
+        """Run a named allgather of a uint8 array, or add it to the graph under construction."""
         total = payload.numel * self.size if counts is None else sum(counts)
         check_gathered(total, name)
         if tf.executing_eagerly():
@@ -208,11 +204,6 @@ def _of_length(received: Any, own: Any, ranks: int) -> Any:
 
     A graph cannot raise: where the facts of ranks differ, or payloads are missing, the error is
     raised when the payloads are checked.
-
-    Args:
-        received: payloads one after another, uint8.
-        own: this rank's payload, uint8.
-        ranks: number of payloads.
     """
     total = own.shape[0] * ranks
 

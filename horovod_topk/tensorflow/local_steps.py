@@ -42,12 +42,7 @@ UNUSED = (
 
 
 class VariableWeights:
-    """`horovod_topk.local.rounds.Weights` of variables.
-
-    Args:
-        variables: by name.
-        optimizer: the inner optimizer; None: it is not known.
-    """
+    """`horovod_topk.local.rounds.Weights` of variables."""
 
     def __init__(self, variables: Mapping[str, Any], optimizer: Any) -> None:
         self._variables, self._optimizer = variables, optimizer

@@ -70,12 +70,7 @@ _of_tapes: dict[Method, Memory] = {}
 
 
 def memory_of_tapes(config: Method, variables: Sequence[Any], settings: TapeSettings) -> Memory:
-    """The memory that all tapes of equal settings share.
-
-    Raises:
-        ConfigError: a predicate in the settings was made again and cannot be compared with the
-            earlier one, so that residuals would be lost in each step.
-    """
+    """The memory that all tapes of equal settings share."""
     memory = _of_tapes.get(config)
     if memory is None:
         for other, kept in _of_tapes.items():

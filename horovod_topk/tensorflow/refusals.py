@@ -33,11 +33,7 @@ log = logging.getLogger("horovod_topk")
 
 
 def refuse_xla() -> None:
-    """Refuse to exchange gradients in a graph that XLA compiles.
-
-    Raises:
-        UnsupportedOperationError: the graph under construction is one for XLA.
-    """
+    """Refuse to exchange gradients in a graph that XLA compiles."""
     if tf.executing_eagerly():
         return
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
@@ -56,11 +52,6 @@ def check_bears_zeros(make: Callable[[], Any], kind: str, config: Method) -> Non
 
     Args:
         make: makes a copy of the optimizer that exchanges nothing.
-        kind: name of the optimizer's class.
-        config: the compressor's settings.
-
-    Raises:
-        ConfigError: the matrix has a NaN or an infinity afterwards.
     """
     if isinstance(config, Rounds) or (config.ratio == 1.0 and not config.withheld()):
         return  # every element is sent
@@ -94,13 +85,7 @@ def check_none_left_out(gradients: Sequence[Any], variables: Sequence[Any], conf
     """Refuse a sparse gradient that would get no momentum or no clipping.
 
     Args:
-        gradients: one for each variable.
-        variables: the variables, in the same order.
         config: settings with the corrected momentum, which the optimizer does not apply itself.
-
-    Raises:
-        ConfigError: a gradient is sparse, and there is a momentum or a `clip_norm`; nothing has
-            changed.
     """
     lost = _lost(config)
     sparse = [i for i, gradient in enumerate(gradients) if is_sparse(gradient)]
@@ -115,15 +100,7 @@ def check_none_left_out(gradients: Sequence[Any], variables: Sequence[Any], conf
 
 
 def refuse_local(optimizer: Any, config: Method) -> None:
-    """Have `register_local_var` of an optimizer refuse to drop momentum or clipping.
-
-    Args:
-        optimizer: a distributed optimizer of tf-keras; it does not exchange its local variables.
-        config: settings as for `check_none_left_out`.
-
-    Raises:
-        ConfigError: when a variable is registered; nothing has changed.
-    """
+    """Have `register_local_var` of an optimizer refuse to drop momentum or clipping."""
     lost = _lost(config)
     if not lost:
         return
@@ -178,11 +155,7 @@ class Exchanged:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def check(self, variables: Iterable[Any]) -> None:
-        """Refuse to apply gradients if one of them is not exchanged.
-
-        Raises:
-            StepBeforeSynchronizeError: a gradient is not exchanged, or was applied before.
-        """
+        """Refuse to apply gradients if one of them is not exchanged."""
         for variable in variables:
             exchange = self._of.get(id(variable))
             if exchange is None or (exchange.is_applied and not _is_in(exchange)):
@@ -247,11 +220,7 @@ def _being_traced() -> Iterator[Any]:
 
 
 def refuse_allocation(*, allocates: bool) -> None:
-    """Refuse an allocation of bytes to tensors in a graph, which has fixed sizes of payloads.
-
-    Raises:
-        ConfigError: there would be one.
-    """
+    """Refuse an allocation of bytes to tensors in a graph, which has fixed sizes of payloads."""
     if allocates:
         raise ConfigError(
             "allocation='adaptive' was given in a tf.function, whose graph fixes the sizes of "

@@ -30,11 +30,7 @@ Scale = Callable[[], Any]  # the present scale: a number, a scalar tensor, or No
 
 
 def check_scaler(scaler: Any) -> None:
-    """Refuse an object that is not an optimizer with a loss scale.
-
-    Raises:
-        ConfigError: it is neither Keras 3's nor tf-keras' `LossScaleOptimizer`.
-    """
+    """Refuse an object that is not an optimizer with a loss scale."""
     wanted = ("initial_scale", "inner_optimizer")
     if scaler is None or all(hasattr(scaler, each) for each in wanted):
         return
@@ -58,9 +54,6 @@ class ScaleAround:
     """The scale of the `LossScaleOptimizer` that wraps an optimizer of tf-keras, if one does.
 
     The user may wrap it, or `compile` under the policy "mixed_float16", or `around`.
-
-    Args:
-        optimizer: the distributed optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -68,11 +61,7 @@ class ScaleAround:
         self.fixed: float | None = None  # the scale, if it is known to be constant
 
     def __call__(self) -> Any:
-        """The present scale, or None without one.
-
-        Raises:
-            UnsupportedOperationError: the scale is unknown, or differs between backward passes.
-        """
+        """The present scale, or None without one."""
         optimizer: Any = self._optimizer()
         if not getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False):
             return None
@@ -110,11 +99,7 @@ def is_scaler(optimizer: Any) -> bool:
 
 
 def divided(gradients: Sequence[Any], scale: Any, variables: Sequence[Any]) -> list[Any]:
-    """Divide gradients by the loss scale; sparse gradients and None are returned unchanged.
-
-    Raises:
-        UnsupportedDtypeError: a gradient is float16, and may underflow when it is unscaled.
-    """
+    """Divide gradients by the loss scale; sparse gradients and None are returned unchanged."""
     if scale is None:
         return list(gradients)
     for gradient, variable in zip(gradients, variables, strict=True):

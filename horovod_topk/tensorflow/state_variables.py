@@ -112,16 +112,7 @@ class Tensors:
 
 
 class VariableState(Tensors, State[Array]):
-    """`State` of one list of variables, whose state variables are made with each plan.
-
-    Args:
-        config: the method's settings.
-        reduction: "average" or "sum" over ranks.
-        variables: all of the model's, by name.
-        stores: state variables by model variable.
-        collective: collectives of the ranks that exchange.
-        update_rule: the rule of the optimizer's update, if it depends on exchanges.
-    """
+    """`State` of one list of variables, whose state variables are made with each plan."""
 
     rates: VariableRates | None
 
@@ -190,10 +181,6 @@ class VariableState(Tensors, State[Array]):
         """Make state variables for the tensors of a plan, and load their part of a state dict.
 
         variables: the model's variables, by tensor name.
-
-        Raises:
-            ShapeChangedError, UnsupportedDtypeError: a tensor's state variables do not fit it.
-            StateDictError: the loaded state dict does not fit.
         """
         if self.exchange is None:
             self._choose_exchange(plan)
@@ -412,11 +399,7 @@ class VariableState(Tensors, State[Array]):
 
 
 def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
-    """This rank, for the random numbers of a graph.
-
-    Raises:
-        ConfigError: the job is elastic, and ranks are numbered anew while graphs stay.
-    """
+    """This rank, for the random numbers of a graph."""
     if elastic():
         raise ConfigError(
             f"{type(config).__name__} draws random numbers by the rank that a graph was built on, "

@@ -24,11 +24,7 @@ from horovod_topk.tensorflow.variables import own_variable
 
 
 class TracedSchedule:
-    """`core.control.schedule.Counter` in variables, which choose the branch of a graph.
-
-    Args:
-        config: the settings, equal on all ranks.
-    """
+    """`core.control.schedule.Counter` in variables, which choose the branch of a graph."""
 
     def __init__(self, config: Method) -> None:
         self._config, self._schedule = config, Schedule(config)
@@ -109,10 +105,7 @@ class TracedSchedule:
     def facts(self, ratio: float, rate: Any, allocated: int) -> Any:
         """Facts of a step in a graph, [4] uint8; see `core.plan.facts`.
 
-        Args:
-            ratio: the ratio of the step.
-            rate: the learning rate, [] float64, or None.
-            allocated: digest of the allocation that the graph is built for.
+        allocated: digest of the allocation that the graph is built for.
         """
         rates = 0 if rate is None else tf.bitcast(rate, tf.int64) % PRIME
         asked = tf.cast(self._asked.read_value(), tf.int64)

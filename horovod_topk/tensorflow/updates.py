@@ -42,11 +42,7 @@ class Updates:
     )  # state of the exchange of each variable, by its id
 
     def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> list[str]:
-        """Leave updates as they are if a variable is narrower than float32.
-
-        Returns:
-            The warnings that were given: one or none.
-        """
+        """Leave updates as they are if a variable is narrower than float32."""
         for inner in map(unwrap, variables) if self.is_on else ():
             if inner.dtype not in (tf.float32, tf.float64):
                 self.is_on, kind = False, kind_of(optimizer)
@@ -153,11 +149,7 @@ class _Adapted:
     _topkef_updates: Updates
 
     def _check_variables_are_known(self, variables: Any) -> None:
-        """As the base class, with the cure: a tape may have built it for the first ones it saw.
-
-        Raises:
-            ConfigError: the optimizer was built for other variables.
-        """
+        """As the base class, with the cure: a tape may have built it for the first ones it saw."""
         base: Any = super()
         for variable in variables:
             try:

@@ -141,9 +141,6 @@ class StateVariables:
             variables: the model's variables, one for each tensor of a bucket.
             holders: plans of the bucket that together hold the tensors, whole or in shards.
             orders: identify how each tensor is split into shards, and the reduction.
-
-        Raises:
-            ShapeChangedError: earlier gradients had another precision, or other shards.
         """
         inner = list(map(unwrap, variables))
         each: Sequence[object] = orders or [None] * len(inner)
@@ -221,9 +218,7 @@ def own_variable(initial: Any, device: str = "cpu", **settings: Any) -> Any:
 
     If variables are made while a tf.function is traced, TensorFlow traces it once more.
 
-    Args:
-        initial: its value, or a function that returns it.
-        settings: of tf.Variable.
+    initial: its value, or a function that returns it; settings: of tf.Variable.
     """
 
     def make() -> Any:
