@@ -230,8 +230,10 @@ class TrackerKernels:
     spikes: Callable[..., None] | None = None
 
 
-class Arrays(Protocol[Array]):
-    """Operations that any method or exchange may use."""
+class Ops(Protocol[Array]):
+    """Array operations of one framework; see the module's docstring for the rules."""
+
+    # Any method or exchange may use these.
 
     def zeros(self, numel: int, dtype: str, device: str) -> Array:
         """A new array of `numel` zeros."""
@@ -392,9 +394,7 @@ class Arrays(Protocol[Array]):
     def to_host(self, payload: Array) -> bytes:
         """The bytes of a uint8 array. Waits for the device."""
 
-
-class Packing(Protocol[Array]):
-    """Operations that payloads and residuals are made of: select, encode, add up, write."""
+    # Payloads and residuals are made of these: select, encode, add up, write.
 
     def random_index(self, stream: Stream, numel: int, k: int, device: str) -> Array:
         """Draw one index from each of k stretches of `numel` elements, 1 <= k <= numel: [k] int64.
@@ -622,9 +622,7 @@ class Packing(Protocol[Array]):
     ) -> None:
         """`write_scaled` of `place(values, index, n)`: zeros except at the indices."""
 
-
-class Kernels(Protocol[Array]):
-    """Optional kernels of a library. A kernel is None where the library has none."""
+    # Optional kernels of a library. A kernel is None where the library has none.
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
         """A kernel for buckets of this recipe on this device, or None to use these operations."""
@@ -659,7 +657,3 @@ class Kernels(Protocol[Array]):
             places: where the arrays and their samples are.
             dtype: of the sums, float32 or float64.
         """
-
-
-class Ops(Arrays[Array], Packing[Array], Kernels[Array], Protocol[Array]):
-    """Array operations of one framework; see the module's docstring for the rules."""

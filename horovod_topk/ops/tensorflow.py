@@ -261,6 +261,7 @@ class TensorFlowOps(SharedVerbs):
     cast, root = _verb(tf.cast), _verb(tf.sqrt)
     row, columns = _verb(lambda rows, at: rows[at]), _verb(lambda rows, a, b: rows[:, a:b])
     column_largest = _verb(lambda rows: tf.reduce_max(rows, 0))
+    transposed = _verb(lambda a, n: tf.reshape(tf.transpose(tf.reshape(a, [n, -1])), [-1]))
     are_scales = _verb(lambda rows: tf.reduce_all(tf.math.is_finite(rows) & (rows >= 0), 1))
     spread = _verb(lambda array, size, count: tf.repeat(array, size, -1)[..., :count])
 
@@ -287,7 +288,9 @@ class TensorFlowOps(SharedVerbs):
         return Buffer(coding.random_index(drawn, numbers, numel, _shifted))
 
     def view(self, array: Array, start: int, stop: int) -> Array:
-        return _stretch_of(array, start, stop)
+        if isinstance(array, View):
+            return View(array.buffer, array.start + start, array.start + stop)
+        return View(array, start, stop)
 
     def numel(self, array: Array) -> int:
         return array.numel
@@ -395,10 +398,6 @@ class TensorFlowOps(SharedVerbs):
         m, k, n = shape
         product = tf.matmul(tf.reshape(left.value, [m, k]), tf.reshape(right.value, [k, n]))
         return Buffer(tf.reshape(product, [-1]))
-
-    def transposed(self, array: Array, rows: int) -> Array:
-        matrix = tf.reshape(array.value, [rows, array.numel // rows])
-        return Buffer(tf.reshape(tf.transpose(matrix), [-1]))
 
     def limit(self, arrays: Sequence[Array], factors: Array) -> None:
         values, own = [array.value for array in arrays], factors.value
@@ -606,7 +605,8 @@ class TensorFlowOps(SharedVerbs):
         _write(gradient, tf.cast(total.value * factor, gradient.dtype))
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
-        if not (self._use_kernels and _is_cpu(device)):
+        is_cpu = device in ("", "cpu") or "CPU" in device
+        if not (self._use_kernels and is_cpu):
             return None
         operations = find_operations()
         return None if operations is None else BucketOperations(recipe, operations)
@@ -756,10 +756,6 @@ def _shaped(tensor: Tensor, shape: Any) -> Tensor:
     return tensor
 
 
-def _is_cpu(device: str) -> bool:
-    return device in ("", "cpu") or "CPU" in device
-
-
 @functools.cache
 def _has_gpu() -> bool:
     return bool(tf.config.list_logical_devices("GPU"))
@@ -777,12 +773,6 @@ def _scalar(number: Any, dtype: Any) -> Tensor:
 
 def _flat(array: Array) -> Tensor:
     return array.value if isinstance(array, View) else array.read(0, array.numel)
-
-
-def _stretch_of(array: Array, start: int, stop: int) -> View:
-    if isinstance(array, View):
-        return View(array.buffer, array.start + start, array.start + stop)
-    return View(array, start, stop)
 
 
 def _with_first(chosen: Tensor, count: Tensor) -> Tensor:

@@ -206,11 +206,6 @@ class LocalSteps:
         with self._on_device():
             self._topkef.begin()
 
-    def _renew(self) -> None:
-        """Call `begin`, unless a state that was saved in the middle of a round has been loaded."""
-        if not any(fragment.since for fragment in self._topkef.rounds.fragments):
-            self.begin()
-
     def step(self) -> None:
         """Count a step of the inner optimizer, and make the outer steps that are due.
 

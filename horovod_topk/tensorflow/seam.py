@@ -254,7 +254,11 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         settings = TapeSettings(reduction_of(asked["op"], hvd), groups, asked["process_set"])
         is_tape, sparse_as_dense = asked["name"] == TAPE, asked["sparse_as_dense"]
         if not is_tape and compressor.grad_scaler is not None:
-            _refuse_scaler()
+            raise ConfigError(
+                "grad_scaler= was given to a distributed optimizer, which finds its loss scale by "
+                "itself",
+                cure="Leave it out; it is for DistributedGradientTape",
+            )
         asked |= {"compression": hvd.Compression.none, "groups": None}
         stock = original(*bound.args, **bound.kwargs)
         if is_tape:
@@ -311,13 +315,6 @@ def _fitted(compression: Any) -> Fitted | None:
     if compressor is None:
         return None
     return Fitted(compressor, compressor.config)
-
-
-def _refuse_scaler() -> None:
-    raise ConfigError(
-        "grad_scaler= was given to a distributed optimizer, which finds its loss scale by itself",
-        cure="Leave it out; it is for DistributedGradientTape",
-    )
 
 
 def _wrap_create_distributed_optimizer(original: Function) -> Function:

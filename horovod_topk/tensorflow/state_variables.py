@@ -330,12 +330,6 @@ class VariableState(Tensors, State[Array]):
         places = [[self._row[name]] for name in names]
         self._cuts.scatter_nd_update(places, loses * formulas.cut_of(decays))
 
-    def _renew_numbers(self) -> None:
-        """Set the measures of the next step after a state was loaded."""
-        if self._numbers is not None:
-            known = {VERDICT: self.guard.memory.sent}
-            self._numbers.assign([known.get(name, 0.0) for name in HOST])
-
     def rates_at(self, plan: Plan, rate: Any) -> StepRates | None:
         """Return the learning rates of a step in a graph; None if residuals do not follow them.
 
@@ -348,7 +342,9 @@ class VariableState(Tensors, State[Array]):
         """`State._watch_on`, for graphs too."""
         super()._watch_on(saved, own=own)
         self.schedule_in_graphs.enter(int(self.guard.memory.stage))
-        self._renew_numbers()
+        if self._numbers is not None:  # the measures of the next step
+            known = {VERDICT: self.guard.memory.sent}
+            self._numbers.assign([known.get(name, 0.0) for name in HOST])
 
     def _choose_exchange(self, plan: Plan) -> None:
         """Choose the exchange together with all ranks."""

@@ -111,7 +111,8 @@ def _print(asked: arguments.Asked, machine: Machine) -> None:
         plain = replace(asked.config, momentum=0.0)
         movements = all_strategies(asked.specs, asked.nodes, plain, rank=1, values=args.values)
         said = machine, asked.training, args.local_steps, found
-        verdict = verdict.and_also(locally(movements, *said, overlap=asked.overlap))
+        also = locally(movements, *said, overlap=asked.overlap)
+        verdict = replace(verdict, text=f"{verdict.text}\n\n{also}.")
     if args.json:
         print(json.dumps(table.as_json(asked, machine, found, verdict), indent=1))
     else:
