@@ -48,8 +48,6 @@ def rows(
     """Return the predicted times of every strategy; the first one is dense float32.
 
     Ours are compared with dense float32 and float16, and float16 with float32.
-
-    overlap: whether to compare steps with overlap, or steps without.
     """
     between = strategies[0].node_bytes > 0
     dense = [each for each in strategies if each.exchange == DENSE]

@@ -1,12 +1,4 @@
-"""What an optimizer or a step is refused for, before any state changes.
-
-refuse_xla             a step compiled by XLA, which cannot run Horovod's operations
-check_bears_zeros      an optimizer that makes NaNs of gradients that are mostly zeros
-check_none_left_out    sparse gradients that would get no momentum or no clipping
-refuse_local           variables of tf-keras that would get none
-refuse_unexchanged     an `apply_gradients` of tf-keras on gradients that are not exchanged
-refuse_allocation      sizes of payloads that change, in a graph
-"""
+"""What an optimizer or a step is refused for, before any state changes."""
 
 from __future__ import annotations
 
@@ -50,8 +42,7 @@ def check_bears_zeros(make: Callable[[], Any], kind: str, config: Method) -> Non
     The first gradient has one element that is not zero, the second has none. Dense gradients seldom
     have rows and columns of zeros, and sparse ones nearly always do.
 
-    Args:
-        make: makes a copy of the optimizer that exchanges nothing.
+    make: makes a copy of the optimizer that exchanges nothing.
     """
     if isinstance(config, Rounds) or (config.ratio == 1.0 and not config.withheld()):
         return  # every element is sent

@@ -1,14 +1,7 @@
 """Loss scaling: gradients come multiplied by a scaler's factor, residuals are kept without it.
 
-With a `LossScaleOptimizer` every gradient is multiplied by a scale S that changes (Micikevicius et
-al. 2018, Mixed Precision Training). So that residuals do not depend on S,
-
-    compensate   a = e + g / S
-    decode       g' = S * scale * sum over ranks of decode(p_r)
-
-and Keras divides g' by S, as it does without compression. Both operations are exact where S is a
-power of two, as in Keras. An overflow on any rank becomes a NaN on every rank: all ranks skip the
-step, and no residual changes.
+`horovod_topk.torch_training.preprocessing` has the formulas. An overflow on any rank becomes a NaN
+on every rank: all ranks skip the step, and no residual changes.
 
 With Keras 3, the optimizer of `horovod_topk.tensorflow.keras` divides by the scale. With tf-keras,
 the `LossScaleOptimizer` wraps the distributed optimizer, which finds a dynamic scale among its
