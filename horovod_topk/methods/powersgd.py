@@ -22,15 +22,7 @@ from typing import Any, ClassVar
 
 from horovod_topk.config import check_whole
 from horovod_topk.methods.keys import uniform
-from horovod_topk.methods.protocol import (
-    Bucket,
-    Piece,
-    Product,
-    Rounds,
-    Seeded,
-    StateSpec,
-    Work,
-)
+from horovod_topk.methods.protocol import Bucket, Piece, Product, Rounds, Seeded, StateSpec, Work
 from horovod_topk.ops import Ops
 
 Array = Any  # an array of the framework that `ops` is for

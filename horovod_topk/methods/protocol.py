@@ -330,12 +330,7 @@ class Codec(Method):
         return None
 
     def encode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        values: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, context: Context[Array]
     ) -> Sent[Array]:
         """Encode a piece of e + g: `values`, [n] of the residual's dtype, n > 0."""
         dtype = bucket.residual_dtype
@@ -349,12 +344,7 @@ class Codec(Method):
         return Sent([(piece.at, data)], read, None, values)
 
     def decode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        gathered: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array, context: Context[Array]
     ) -> Read[Array]:
         """Decode one piece, n > 0, from payloads one after another; `context` has only a key."""
         dtype, width = bucket.residual_dtype, bucket.payload_bytes

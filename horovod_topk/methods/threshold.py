@@ -134,12 +134,7 @@ class Threshold(Codec):
         return self._top.why_whole(piece)
 
     def encode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        values: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, context: Context[Array]
     ) -> Sent[Array]:
         """`Codec.encode`: as Top-K. Mean squares decide which elements are sent, not how many."""
         return self._top.encode(ops, bucket, piece, values, context)
@@ -154,12 +149,7 @@ class Threshold(Codec):
         return above, ops.zeros(1, "float32", bucket.device) + piece.numel
 
     def decode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        gathered: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array, context: Context[Array]
     ) -> Read[Array]:
         """`Codec.decode`: as Top-K."""
         return self._top.decode(ops, bucket, piece, gathered, context)

@@ -307,12 +307,7 @@ class TopK(Codec):
     # Encoding and decoding.
 
     def encode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        values: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, context: Context[Array]
     ) -> Sent[Array]:
         """`Codec.encode`: selects by |a|, or by |a| v^(-1/4) with Adam's mean squares v."""
         kind, dtype = self.value_kind(bucket.residual_dtype), bucket.residual_dtype
@@ -331,12 +326,7 @@ class TopK(Codec):
         return Sent(parts, read, index, chosen)  # NaN counts as the largest magnitude
 
     def decode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        gathered: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array, context: Context[Array]
     ) -> Read[Array]:
         kind, width = self.value_kind(bucket.residual_dtype), bucket.payload_bytes
         rows = ops.load(gathered, width, piece.at, coding.value_bytes(kind, piece.k))

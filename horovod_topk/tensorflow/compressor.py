@@ -201,11 +201,7 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
             self._calls.append(lambda state: state.set_ratio(ratio))
 
     def state_of(
-        self,
-        variables: Sequence[Any],
-        config: Method,
-        settings: TapeSettings,
-        memory: Memory,
+        self, variables: Sequence[Any], config: Method, settings: TapeSettings, memory: Memory
     ) -> OptimizerState:
         """Return the state for a list of variables; the first call creates it.
 

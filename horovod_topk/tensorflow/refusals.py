@@ -12,11 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from horovod_topk.errors import (
-    ConfigError,
-    StepBeforeSynchronizeError,
-    UnsupportedOperationError,
-)
+from horovod_topk.errors import ConfigError, StepBeforeSynchronizeError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method, Rounds
 from horovod_topk.tensorflow.gradients import is_sparse
 from horovod_topk.tensorflow.planning import names_of

@@ -187,11 +187,7 @@ class TapeExchange:
     """Exchanges the gradients of a tape, those of each adapted optimizer by themselves."""
 
     def __init__(
-        self,
-        compressor: Compressor,
-        settings: TapeSettings,
-        sparse_as_dense: bool,
-        stock: Function,
+        self, compressor: Compressor, settings: TapeSettings, sparse_as_dense: bool, stock: Function
     ) -> None:
         self.compressor, self._settings = compressor, settings
         self._sparse_as_dense, self._stock = sparse_as_dense, stock

@@ -60,11 +60,7 @@ class OptimizerState(Attached[VariableState]):
     framework = "tensorflow"
 
     def __init__(
-        self,
-        config: Method,
-        variables: Sequence[Any],
-        settings: TapeSettings,
-        stores: Stores,
+        self, config: Method, variables: Sequence[Any], settings: TapeSettings, stores: Stores
     ) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise UnsupportedOperationError(

@@ -130,10 +130,7 @@ class StateVariables:
         return new
 
     def of(
-        self,
-        variables: Sequence[Any],
-        holders: Sequence[BucketPlan],
-        orders: Sequence[object] = (),
+        self, variables: Sequence[Any], holders: Sequence[BucketPlan], orders: Sequence[object] = ()
     ) -> list[Sequence[VariablePiece]]:
         """The stretches of each model variable, zeros at first, one for each holder.
 
