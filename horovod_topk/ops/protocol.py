@@ -166,6 +166,7 @@ class EncodesTogether(Protocol[Taken]):
         squares: Sequence[Taken | None] = (),
     ) -> None:
         """Encode all shards of some gradients, as `Fused.encode` of each kernel does."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,15 @@ from horovod_topk.ops import torch_lists as lists
 from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, Place, TrackerKernels, Velocities
+from horovod_topk.ops.protocol import (
+    EACH,
+    HEAD,
+    Fused,
+    Pick,
+    Place,
+    TrackerKernels,
+    Velocities,
+)
 from horovod_topk.ops.verbs import IndexedVerbs
 
 log = logging.getLogger("horovod_topk")
