@@ -143,7 +143,13 @@ class Settings:
         what = "is not a whole number of elements >= 0"
         cure = "Pass 0 to compress every tensor, or a size such as 1024"
         check(is_size, "min_numel", self.min_numel, what, cure)
-        object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
+        if self.clip_norm is not None:
+            cure = (
+                "Pass the norm that clip_grad_norm_ would clip exchanged gradients to, such as "
+                "clip_norm=1.0, or None"
+            )
+            norm = checked_positive("clip_norm", self.clip_norm, cure)
+            object.__setattr__(self, "clip_norm", norm)
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_nesterov(self.nesterov, self.momentum)
@@ -402,19 +408,12 @@ def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
     check(value in choices, setting, value, "is not one of the choices", cure)
 
 
-def _checked_norm(norm: object) -> float | None:
-    if norm is None:
-        return None
-    is_number = isinstance(norm, Real) and not isinstance(norm, bool)
-    check(
-        is_number and 0.0 < float(norm) < math.inf,  # type: ignore[arg-type]
-        "clip_norm",
-        norm,
-        "is not a number above 0",
-        "Pass the norm that clip_grad_norm_ would clip exchanged gradients to, such as "
-        "clip_norm=1.0, or None",
-    )
-    return float(norm)  # type: ignore[arg-type]
+def checked_positive(setting: str, value: Any, cure: str) -> float:
+    """Return the value of a setting as a float; raise ConfigError unless it is above 0."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    is_valid = is_number and 0.0 < float(value) < math.inf
+    check(is_valid, setting, value, "is not a number above 0", cure)
+    return float(value)
 
 
 def _checked_warmup(warmup: object) -> int | Stretches | None:

@@ -26,7 +26,6 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
     """Refuse a file whose state dict this version does not write.
 
     tensors: dtype and shape of each array, by its name in the file.
-    where: the file, for messages.
     """
     if not isinstance(facts, dict):
         raise _foreign(where, f"its state is a {type(facts).__name__}")

@@ -36,10 +36,7 @@ _DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
 def dump(state: Mapping[str, Any], framework: str) -> bytes:
-    """Serialise a state dict to the bytes of a file.
-
-    framework: "torch" or "tensorflow", the framework of its arrays.
-    """
+    """Serialise a state dict to the bytes of a file."""
     arrays = {f"{RESIDUALS}/{name}": a for name, a in state[RESIDUALS].items()}
     facts = {**state, RESIDUALS: None}
     for part in parts_of(state):
@@ -90,11 +87,7 @@ def write(path: Path, data: bytes, before: Path | None = None) -> None:
 
 
 def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
-    """Check a file's bytes, and return its state dict.
-
-    framework: the framework of the arrays to return.
-    where: the file, for messages.
-    """
+    """Check a file's bytes, and return its state dict."""
     match = _find_digest(data)
     if match is None:
         raise CheckpointError(

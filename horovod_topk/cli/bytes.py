@@ -102,10 +102,7 @@ def memory(plan: Plan, nodes: Nodes) -> Iterator[str]:
 
 
 def locally(args: argparse.Namespace, specs: list[TensorSpec], dense: int) -> Iterator[str]:
-    """Yield the lines of a table of the bytes of local steps, over the allgather.
-
-    dense: bytes that a rank sends in a ring allreduce in float32, in every step.
-    """
+    """Yield the lines of a table of the bytes of local steps, over the allgather."""
     ranks = Ranks("allgather", nodes_of(args.ranks, args.local_size))
     yield f"\nLocalSteps(every={args.local_steps}), allgather: bytes that a rank sends"
     yield f"{'values':<14}{'an exchange':>14}{'a step':>14}{'of dense':>13}"

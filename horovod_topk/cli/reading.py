@@ -56,6 +56,4 @@ def _problem(kind: Any, value: object, name: str) -> str:
     return "" if fits(kind, value) else f"{name} is {reprlib.repr(value)}"
 
 
-@functools.cache
-def _kinds(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+_kinds = functools.cache(functools.partial(get_type_hints, include_extras=True))

@@ -46,10 +46,7 @@ class CollectiveCost:
         )
 
     def seconds(self, network: Network, slowdown: float = 1.0) -> float:
-        """Return the time in seconds.
-
-        slowdown: factor for the processor's work, from `Machine.slowdown`.
-        """
+        """Return the time in seconds."""
         waiting = self.collectives * network.overhead + self.rounds * network.latency
         between = self.network_bits / (network.goodput * network.bandwidth)
         within = 8 * self.local_bytes / network.local_bandwidth if network.local_bandwidth else 0.0

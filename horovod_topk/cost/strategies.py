@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,13 +11,13 @@ from functools import cached_property
 from horovod_topk.config import EXCHANGES
 from horovod_topk.core.plan.buckets import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes
-from horovod_topk.cost import powersgd
 from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
 from horovod_topk.cost.traffic import Ranks, cheapest
 from horovod_topk.methods.protocol import Method, Rounds, UpdateRule, numbers_of
 from horovod_topk.methods.topk import VALUES, TopK
 
 FLOAT, HALF = 4, 2  # bytes
+LEAST_SAVING = 2  # factor: `min_compression_rate` of PyTorch's hook for PowerSGD
 CORRECTION = 1.6  # triads per element of momentum correction: docs/results/kernels.json
 # Triads per element of adapting an optimizer's steps, before sending and after receiving: what
 # docs/kernels.md has more than for plain error feedback and the optimizer's dense step, of AdamW
@@ -121,14 +122,26 @@ def _whole(values: str, width: int, specs: Sequence[TensorSpec], nodes: Nodes) -
 
 
 def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Strategy:
-    """Return the strategy of PowerSGD, in buckets as large as ours, with three allreduces each."""
+    """Return the strategy of PowerSGD, in buckets as large as ours, with three allreduces each.
+
+    A gradient of n x m is sent as P (n x r) and Q (m x r), one after the other. As in PyTorch's
+    hook, n is the first dimension and m the product of the others; vectors, and matrices whose
+    factors save less than half, are sent whole, by the third allreduce.
+    """
     plan = make_plan(specs, TopK())
     pieces = []
     for bucket in plan.buckets:
-        shapes = [tensor.spec.shape for tensor in bucket.tensors]
-        amounts = powersgd.amounts(shapes, rank)
-        before = Work(multiplied=amounts.multiplied, triads=2 * bucket.numel)
-        collective = ring_allreduce(FLOAT * amounts.elements, nodes)
+        elements = multiplied = 0  # those that are allreduced; M Q, M^T P, P Q^T and Gram-Schmidt
+        for shape in (tensor.spec.shape for tensor in bucket.tensors):
+            n, m = shape[0] if shape else 1, math.prod(shape[1:])
+            r = min(rank, n, m)
+            if len(shape) > 1 and (n + m) * r * LEAST_SAVING < n * m:
+                elements += (n + m) * r
+                multiplied += 3 * n * m * r + n * r**2
+            else:
+                elements += n * m
+        before = Work(multiplied=multiplied, triads=2 * bucket.numel)
+        collective = ring_allreduce(FLOAT * elements, nodes)
         three = replace(collective, collectives=3, rounds=3 * collective.rounds)
         pieces.append(Piece(bucket.numel, before, three, Work()))
     sent = sum(piece.collective.sent_bytes for piece in pieces)

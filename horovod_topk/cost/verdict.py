@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from horovod_topk.cost.crossover import Span, faster, written
 from horovod_topk.cost.machine import Machine
@@ -41,10 +41,6 @@ class Verdict:
     compress: bool
     text: str
 
-    def and_also(self, text: str) -> Verdict:
-        """The same verdict, with another paragraph."""
-        return replace(self, text=f"{self.text}\n\n{text}.")
-
 
 def rows(
     strategies: Sequence[Strategy], machine: Machine, training: Training, *, overlap: bool
@@ -52,8 +48,6 @@ def rows(
     """Return the predicted times of every strategy; the first one is dense float32.
 
     Ours are compared with dense float32 and float16, and float16 with float32.
-
-    overlap: whether to compare steps with overlap, or steps without.
     """
     between = strategies[0].node_bytes > 0
     dense = [each for each in strategies if each.exchange == DENSE]
@@ -116,7 +110,11 @@ def judge(
         text += _itself(bare, slow, taken(bare))
     elif best is not first:
         text += f" {_call(best)} takes {milliseconds(taken(best).seconds)} ms.{_second(best)}"
-    others = {row.strategy.name: taken(row) for row in table if _is_another(row)}
+    others = {
+        row.strategy.name: taken(row)
+        for row in table
+        if not row.strategy.ours and row.strategy.exchange != DENSE
+    }
     rough = f" Rough: {caveat}." if caveat else ""
     return Verdict(pays, text + _besides(others, min(slow.seconds, taken(best).seconds)) + rough)
 
@@ -157,10 +155,6 @@ def _dense(table: Sequence[Row], *, overlap: bool) -> Row:
 
 def _ours(table: Sequence[Row]) -> list[Row]:
     return [row for row in table if row.strategy.ours and row.strategy.values not in TOO_COARSE]
-
-
-def _is_another(row: Row) -> bool:
-    return not row.strategy.ours and row.strategy.exchange != DENSE
 
 
 def _call(row: Row, default: str | None = None) -> str:

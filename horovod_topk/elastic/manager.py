@@ -46,19 +46,15 @@ class Talk(Protocol):
 
     def gather(self, data: bytes, name: str) -> list[bytes]:
         """Gather the bytes of every rank, of equal length. A collective."""
-        ...
 
     def broadcast(self, state: Mapping[str, Any], root: int, name: str) -> Mapping[str, Any]:
         """The state dict of rank `root`. A collective."""
-        ...
 
     def average(self, array: Any, name: str) -> Any:
         """The mean of an array over all ranks. A collective."""
-        ...
 
     def beside(self, array: Any, other: Any) -> Any:
         """Copy an array to the device of another one."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,6 @@ class Compression:
             model: what the library calls in training; None: there is one process.
             optimizers: the library's; those that have no parameter of the model are left out.
             scaler: the `GradScaler` of the library, if it has one.
-
-        Raises:
-            ConfigError: the library has not wrapped the model, or not in a way that can be
-                compressed; also as `attach` of the compressor.
         """
         optimizers = [inner(each) for each in optimizers]
         if model is not None:
@@ -173,13 +169,8 @@ def load(
     """Load residuals from a library's checkpoint; see `horovod_topk.checkpoint.load`.
 
     Args:
-        folder: the checkpoint's folder.
-        state: the state of a `Compression`.
         name, strict: as for `checkpoint.load`.
         more: what else a user may do about a checkpoint without residuals.
-
-    Raises:
-        CheckpointError: there are no residuals in the folder, or none that fit.
     """
     if strict and state.active and not any(Path(folder).glob(f"{name}[.-]*.safetensors")):
         problem = f"training resumes with compression, and {folder} has no residuals"

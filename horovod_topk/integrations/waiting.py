@@ -26,9 +26,6 @@ def before_first_forward(model: nn.Module, call: Callable[[nn.Module], None]) ->
     Args:
         model: a module; a forward of it, or of a module that contains it, counts.
         call: it gets the outermost of these modules.
-
-    Returns:
-        A handle, whose `remove()` takes the hook away.
     """
 
     @untraced
@@ -54,11 +51,7 @@ def before_every_step(method: Any) -> None:
 
 
 def living(kind: type, wanted: Callable[[Any], bool], cure: str) -> Any:
-    """Return the object of a class in memory that is wanted; it takes a tenth of a second.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the object of a class in memory that is wanted; it takes a tenth of a second."""
     every = [each for each in gc.get_objects() if issubclass(type(each), kind)]
     found = next(filter(wanted, every), None)
     if found is None:

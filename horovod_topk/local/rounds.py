@@ -39,23 +39,18 @@ class Weights(Protocol[Array]):
 
     def read(self, name: str) -> Array:
         """A tensor's weights, flat."""
-        ...
 
     def moved(self, name: str, anchor: Array) -> Array:
         """How far a tensor is from the anchor, flat, in memory of its own: anchor - weights."""
-        ...
 
     def blend(self, name: str, anchor: Array, alpha: float) -> None:
         """Set a tensor to alpha times itself plus (1 - alpha) times the anchor."""
-        ...
 
     def is_exact(self, name: str) -> bool:
         """Whether a tensor's weights have the anchor's dtype, so that no sum is rounded to less."""
-        ...
 
     def recover(self) -> None:
         """Note that a round was rolled back, as some rank's movement was not finite."""
-        ...
 
 
 @dataclass(eq=False)

@@ -26,13 +26,7 @@ from horovod_topk.core.state.state_dict import LOCAL
 from horovod_topk.errors import ConfigError, PlanMismatchError, StateDictError
 from horovod_topk.local.outer import Rule, SenderCodec, Told, check_tells
 from horovod_topk.local.rounds import Fragment, Rounds, Weights
-from horovod_topk.local.settings import (
-    USUAL,
-    LocalConfig,
-    check_compression,
-    defaults,
-    preset_of,
-)
+from horovod_topk.local.settings import USUAL, LocalConfig, check_compression, defaults, preset_of
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops import Ops
 

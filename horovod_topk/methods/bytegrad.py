@@ -47,11 +47,9 @@ class ByteGrad(Codec):
         check_whole("block", self.block, 16, 65536, example=2048)
 
     def data_bytes(self, piece: Piece) -> int:
-        """`Codec.data_bytes`."""
         return 2 * self._range_bytes(piece) + piece.numel
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
-        """`Codec.pack`."""
         values = ops.finite(values) * 0.5  # halved, so that no range overflows
         low = ops.largest(values * -1, self.block) * -1
         step = (ops.largest(values, self.block) - low) * STEP
@@ -63,7 +61,6 @@ class ByteGrad(Codec):
     def unpack(
         self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
     ) -> Array:
-        """`Codec.unpack`."""
         low, step = (
             ops.spread(each, self.block, piece.numel) for each in self._ranges(ops, piece, rows)
         )
@@ -78,7 +75,6 @@ class ByteGrad(Codec):
         return ops.are_scales(abs(low)), ops.are_scales(step)
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
-        """`Codec.kernel`."""
         recipe = bucket_recipe(bucket, "minmax", block=lambda piece: self.block)
         return ops.fused(recipe, bucket.device)
 

@@ -67,7 +67,6 @@ class Dense(Codec):
             )
 
     def withheld(self) -> str:
-        """`Method.withheld`."""
         return "" if self.values == "float32" else f"values={self.values!r} are rounded"
 
     def piece(self, part: Piece, direction: str) -> Piece:
@@ -75,7 +74,6 @@ class Dense(Codec):
         return replace(part, whole=self.values == "float32")
 
     def data_bytes(self, piece: Piece) -> int:
-        """`Codec.data_bytes`."""
         return coding.value_bytes(self.values, piece.numel)
 
     def why_whole(self, piece: Piece) -> str | None:
@@ -83,15 +81,12 @@ class Dense(Codec):
         return None
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
-        """`Codec.pack`."""
         return ops.pack_values(values, self.values)
 
     def unpack(
         self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
     ) -> Array:
-        """`Codec.unpack`."""
         return ops.unpack_values(rows, piece.numel, self.values, dtype)
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
-        """`Codec.kernel`."""
         return ops.fused(bucket_recipe(bucket, self.values), bucket.device)

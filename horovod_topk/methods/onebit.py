@@ -48,7 +48,6 @@ class OneBit(Codec):
         return ("allgather",)
 
     def data_bytes(self, piece: Piece) -> int:
-        """`Codec.data_bytes`."""
         return 2 * self._mean_bytes(piece) + -(-piece.numel // 8)
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
@@ -66,7 +65,6 @@ class OneBit(Codec):
     def unpack(
         self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
     ) -> Array:
-        """`Codec.unpack`."""
         above, below = (
             ops.spread(means, _column(piece), piece.numel)
             for means in self._means(ops, piece, rows)
@@ -80,7 +78,6 @@ class OneBit(Codec):
         return [ops.are_scales(means) for means in self._means(ops, piece, rows)]
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
-        """`Codec.kernel`."""
         return ops.fused(bucket_recipe(bucket, "means", block=_column), bucket.device)
 
     def _means(self, ops: Ops[Array], piece: Piece, rows: Array) -> list[Array]:

@@ -22,15 +22,7 @@ from typing import Any, ClassVar
 
 from horovod_topk.config import check_whole
 from horovod_topk.methods.keys import uniform
-from horovod_topk.methods.protocol import (
-    Bucket,
-    Piece,
-    Product,
-    Rounds,
-    Seeded,
-    StateSpec,
-    Work,
-)
+from horovod_topk.methods.protocol import Bucket, Piece, Product, Rounds, Seeded, StateSpec, Work
 from horovod_topk.ops import Ops
 
 Array = Any  # an array of the framework that `ops` is for
@@ -81,7 +73,6 @@ class PowerSGD(Rounds, Seeded):
         return r * (n if i else m)
 
     def send(self, ops: Ops[Any], bucket: Bucket, piece: Piece, i: int, work: Work[Any]) -> Array:
-        """`Rounds.send`."""
         m, n, r = self._shape(piece)
         if i == 0:
             q = self._direction(ops, bucket, n, r, work)
@@ -92,7 +83,6 @@ class PowerSGD(Rounds, Seeded):
     def finish(
         self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
     ) -> tuple[Product[Array], Product[Array]]:
-        """`Rounds.finish`."""
         m, n, r = self._shape(piece)
         p, q = ops.transposed(work.notes["basis"], r), work.reduced[1]
         work.following["q"] = q

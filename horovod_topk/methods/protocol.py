@@ -139,32 +139,26 @@ class Bucket(Protocol):
     @property
     def tensors(self) -> Sequence[Any]:
         """The pieces of the bucket, in order."""
-        ...
 
     @property
     def residual_dtype(self) -> str:
         """The dtype of residuals: float32 or float64."""
-        ...
 
     @property
     def device(self) -> str:
         """The device of the bucket's arrays, as the framework names it."""
-        ...
 
     @property
     def parts(self) -> int:
         """Number of owners that gradients are split among, if pieces are shards; else 1."""
-        ...
 
     @property
     def flags_at(self) -> int:
         """Byte of the non-finite flags in a payload."""
-        ...
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of one payload."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -336,12 +330,7 @@ class Codec(Method):
         return None
 
     def encode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        values: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, context: Context[Array]
     ) -> Sent[Array]:
         """Encode a piece of e + g: `values`, [n] of the residual's dtype, n > 0."""
         dtype = bucket.residual_dtype
@@ -355,12 +344,7 @@ class Codec(Method):
         return Sent([(piece.at, data)], read, None, values)
 
     def decode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        gathered: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array, context: Context[Array]
     ) -> Read[Array]:
         """Decode one piece, n > 0, from payloads one after another; `context` has only a key."""
         dtype, width = bucket.residual_dtype, bucket.payload_bytes
@@ -446,29 +430,23 @@ class UpdateRule(Protocol):
     @property
     def name(self) -> str:
         """Name of the rule."""
-        ...
 
     @property
     def is_linear(self) -> bool:
         """Whether weights move in proportion to gradients."""
-        ...
 
     @property
     def is_needed_dense(self) -> bool:
         """Whether it goes on once the guard has ended compression."""
-        ...
 
     def states(self, piece: Piece) -> Mapping[str, StateSpec]:
         """The arrays that the follower keeps for a tensor, beside the residual, by name."""
-        ...
 
     def numbers(self, piece: Piece) -> tuple[str, ...]:
         """Names of the float32 numbers that a rank sends about a tensor in each step."""
-        ...
 
     def adopted(self, name: str, array: Any, ops: Ops[Any]) -> Any:
         """A state's array as an earlier version has saved it, as it is kept now."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -88,11 +88,9 @@ class QSGD(Codec, Seeded):
         return variance < 1
 
     def data_bytes(self, piece: Piece) -> int:
-        """`Codec.data_bytes`."""
         return self._step_bytes(piece.numel) + -(-piece.numel * self.bits // 8)
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
-        """`Codec.pack`."""
         assert context.key is not None
         values, count = ops.finite(values), piece.numel
         step = ops.above(self._norms(ops, abs(values)) * (coding.STEP_MARGIN / self.levels))
@@ -106,7 +104,6 @@ class QSGD(Codec, Seeded):
     def unpack(
         self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
     ) -> Array:
-        """`Codec.unpack`."""
         step, multiple = self._read(ops, rows, piece.numel)
         return ops.cast(ops.spread(step, self.block, piece.numel) * multiple, dtype)
 
@@ -116,7 +113,6 @@ class QSGD(Codec, Seeded):
         return ops.are_scales(step), ops.are_scales(multiple * -1 + self.levels)
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
-        """`Codec.kernel`."""
         kind = "dithered" if self.norm == "max" else "dithered_l2"
         recipe = bucket_recipe(
             bucket,

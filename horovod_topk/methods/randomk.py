@@ -54,12 +54,10 @@ class RandomK(Rounds, Seeded):
         super().__post_init__()
 
     def at(self, ratio: float) -> Self:
-        """`Method.at`."""
         own = tuple((name, max(each, ratio)) for name, each in self.ratios or ())
         return self if ratio == self.ratio else replace(self, ratio=ratio, ratios=own)
 
     def withheld(self) -> str:
-        """`Method.withheld`."""
         return "" if self.ratio == 1.0 else f"{self.ratio} of the elements are sent"
 
     def piece(self, part: Piece, direction: str) -> Piece:
@@ -72,7 +70,6 @@ class RandomK(Rounds, Seeded):
         return entries(piece.numel, self.ratio_of(piece.spec.name))
 
     def send(self, ops: Ops[Any], bucket: Bucket, piece: Piece, i: int, work: Work[Any]) -> Array:
-        """`Rounds.send`."""
         assert work.key is not None
         k = self.elements(piece, 0)
         index = ops.random_index(work.key.shared, piece.numel, k, bucket.device)
@@ -87,7 +84,6 @@ class RandomK(Rounds, Seeded):
     def finish(
         self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
     ) -> tuple[Array | Placed[Array], Array | Placed[Array]]:
-        """`Rounds.finish`."""
         index = work.notes["index"]
         sent = Placed(work.sent[0], index) if self.error_feedback else ops.clone(work.values)
         return Placed(work.reduced[0], index), sent

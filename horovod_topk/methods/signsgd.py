@@ -67,11 +67,9 @@ class SignSGD(Codec):
         return ("allgather",) if self.majority else EXCHANGES
 
     def data_bytes(self, piece: Piece) -> int:
-        """`Codec.data_bytes`."""
         return -(-piece.numel // 8) if self.majority else coding.value_bytes("sign", piece.numel)
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
-        """`Codec.pack`."""
         if self.majority:
             return ops.pack_bits(ops.cast(values < 0, "int64"), 1)
         return ops.pack_values(values, "sign")
@@ -79,7 +77,6 @@ class SignSGD(Codec):
     def unpack(
         self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
     ) -> Array:
-        """`Codec.unpack`."""
         if self.majority:
             return ops.cast(ops.unpack_bits(rows, piece.numel, 1) * -2 + 1, dtype)
         return ops.unpack_values(rows, piece.numel, "sign", dtype)

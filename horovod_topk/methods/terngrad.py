@@ -13,13 +13,11 @@ draws is g within 2^-16 s. The bytes of n elements:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Any, ClassVar
 
-from horovod_topk.errors import ConfigError
+from horovod_topk.config import checked_positive
 from horovod_topk.methods.keys import halves
 from horovod_topk.methods.protocol import (
     AnnouncingCodec,
@@ -74,7 +72,9 @@ class TernGrad(AnnouncingCodec, Seeded):
     clip: float | None = 2.5  # standard deviations that elements are clipped to; None: off
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clip", _checked(self.clip))
+        if self.clip is not None:
+            cure = "Pass the standard deviations to clip elements to, such as clip=2.5, or None"
+            object.__setattr__(self, "clip", checked_positive("clip", self.clip, cure))
         super().__post_init__()
 
     def piece(self, part: Piece, direction: str) -> Piece:
@@ -84,7 +84,6 @@ class TernGrad(AnnouncingCodec, Seeded):
         return Ternary(**known, clip=None if direction == "gather" else self.clip)
 
     def data_bytes(self, piece: Piece) -> int:
-        """`Codec.data_bytes`."""
         return SCALE_BYTES + -(-piece.numel // coding.digits(3))
 
     def numbers(self, piece: Piece) -> int:
@@ -102,7 +101,6 @@ class TernGrad(AnnouncingCodec, Seeded):
         return _lesser(ops, largest, _deviations(ops, sums, count, piece.clip))
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array, context: Context[Array]) -> Array:
-        """`Codec.pack`."""
         announced, key = context.announced, context.key
         assert announced is not None
         assert key is not None
@@ -121,7 +119,6 @@ class TernGrad(AnnouncingCodec, Seeded):
     def unpack(
         self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, context: Context[Array]
     ) -> Array:
-        """`Codec.unpack`."""
         scale, multiple = self._read(ops, rows, piece.numel)
         return ops.cast(ops.spread(scale, piece.numel, piece.numel) * multiple, dtype)
 
@@ -166,14 +163,3 @@ def _lesser(ops: Ops[Array], left: Array, right: Array) -> Array:
     """Return the smaller of two non-negative numbers, element by element."""
     is_left = ops.cast(left < right, "float32")
     return left * is_left + right * (is_left * -1 + 1)
-
-
-def _checked(clip: object) -> float | None:
-    if clip is None:
-        return None
-    if isinstance(clip, bool) or not isinstance(clip, Real) or not 0.0 < float(clip) < math.inf:
-        raise ConfigError(
-            f"clip={clip!r} is not a number above 0",
-            cure="Pass the standard deviations to clip elements to, such as clip=2.5, or None",
-        )
-    return float(clip)

@@ -15,15 +15,12 @@ A payload's body is that of `horovod_topk.methods.topk`, at the level's ratio.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Real
 from typing import Any, ClassVar, Self
 
-from horovod_topk.config import AUTO, check_flag
-from horovod_topk.errors import ConfigError
+from horovod_topk.config import AUTO, check_flag, checked_positive
 from horovod_topk.methods.protocol import Bucket, Codec, Context, Piece, Read, Sent
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops import Fused, Ops
@@ -42,13 +39,11 @@ class Filled(Schedule):
     """A schedule that selects the smallest level for all elements above the threshold."""
 
     def ratios(self, usual: float) -> tuple[float, ...]:
-        """`Schedule.ratios`."""
         return tuple(usual / 2**i for i in range(1, HALVINGS + 1))
 
     def decide(
         self, before: Decision, level: float, usual: float, measures: Mapping[str, Sequence[float]]
     ) -> Decision:
-        """`Schedule.decide`."""
         pairs = list(zip(measures[ABOVE], measures[COUNTED], strict=True))
         if not all(counted for _, counted in pairs):  # there is nothing to compress
             return before or (usual,)
@@ -89,7 +84,12 @@ class Threshold(Codec):
     indices: str = "auto"  # format of indices; "auto": packed
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", _checked(self.threshold))
+        cure = (
+            "Pass a multiple of the root mean square, such as threshold=3.0, or a magnitude with "
+            "relative=False"
+        )
+        value = checked_positive("threshold", self.threshold, cure)
+        object.__setattr__(self, "threshold", value)
         check_flag("relative", self.relative)
         object.__setattr__(self, "max_ratio", checked_ratio(self.max_ratio, "max_ratio"))
         if self.schedule is None:
@@ -105,7 +105,6 @@ class Threshold(Codec):
 
     @property
     def has_levels(self) -> bool:
-        """`Method.has_levels`."""
         return True
 
     @property
@@ -114,14 +113,12 @@ class Threshold(Codec):
         return self.max_ratio
 
     def at(self, ratio: float) -> Self:
-        """`Method.at`."""
         if ratio == self.ratio:
             return self
         top = self._top.at(ratio)
         return replace(self, max_ratio=ratio, values=top.values, ratios=top.ratios)
 
     def withheld(self) -> str:
-        """`Method.withheld`."""
         return self._top.withheld()
 
     def piece(self, part: Piece, direction: str) -> Piece:
@@ -137,12 +134,7 @@ class Threshold(Codec):
         return self._top.why_whole(piece)
 
     def encode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        values: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, context: Context[Array]
     ) -> Sent[Array]:
         """`Codec.encode`: as Top-K. Mean squares decide which elements are sent, not how many."""
         return self._top.encode(ops, bucket, piece, values, context)
@@ -157,12 +149,7 @@ class Threshold(Codec):
         return above, ops.zeros(1, "float32", bucket.device) + piece.numel
 
     def decode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        gathered: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array, context: Context[Array]
     ) -> Read[Array]:
         """`Codec.decode`: as Top-K."""
         return self._top.decode(ops, bucket, piece, gathered, context)
@@ -178,14 +165,3 @@ class Threshold(Codec):
             mean_square = ops.cast(ops.square(values), "float64") * (1 / count)
             limit = ops.root(mean_square) * self.threshold
         return ops.cast(limit, ops.dtype(values))
-
-
-def _checked(threshold: object) -> float:
-    is_number = isinstance(threshold, Real) and not isinstance(threshold, bool)
-    if not is_number or not 0.0 < float(threshold) < math.inf:  # type: ignore[arg-type]
-        raise ConfigError(
-            f"threshold={threshold!r} is not a number above 0",
-            cure="Pass a multiple of the root mean square, such as threshold=3.0, or a magnitude "
-            "with relative=False",
-        )
-    return float(threshold)  # type: ignore[arg-type]

@@ -109,7 +109,6 @@ class Entries(Piece):
 
     @property
     def recipe(self) -> tuple[int, ...]:
-        """`Piece.recipe`."""
         return self._recipe(self.k, INDEX_CODE[self.index], self.index_at)
 
     def moved(self, by: int) -> Self:
@@ -202,7 +201,6 @@ class TopK(Codec):
         return replace(self, ratio=ratio, gather_ratio=back, values=values, ratios=own)
 
     def withheld(self) -> str:
-        """`Method.withheld`."""
         for name, own in self.own.items():
             if own < 1.0:
                 return f"{name!r} sends {own} of its elements"
@@ -222,7 +220,6 @@ class TopK(Codec):
         return Entries(part.spec, part.numel, part.gradient, part.first, k=k, index=index)
 
     def ratio_of(self, name: str) -> float:
-        """`Method.ratio_of`."""
         return self._ratio_to("direct", name)
 
     def _ratio_to(self, direction: str, name: str) -> float:
@@ -237,7 +234,6 @@ class TopK(Codec):
         return {name: 2.0 ** (j / 4) for name, j in decided if j}
 
     def data_bytes(self, piece: Piece) -> int:
-        """`Codec.data_bytes`."""
         assert isinstance(piece, Entries)
         indices = coding.index_bytes(piece.index, piece.numel, piece.k)
         return coding.value_bytes(self._kind_of(piece), piece.k) + indices
@@ -254,7 +250,6 @@ class TopK(Codec):
         return placed, end
 
     def body_end(self, pieces: Sequence[Any], at: int) -> int:
-        """`Method.body_end`."""
         return self._sections(pieces, at)[1]
 
     def _sections(self, pieces: Sequence[Any], at: int) -> tuple[dict[str | None, int], int]:
@@ -270,7 +265,6 @@ class TopK(Codec):
         return position, end
 
     def why_whole(self, piece: Any) -> str | None:
-        """`Codec.why_whole`."""
         own = self.own.get(piece.spec.name)
         if piece.index is not None:
             return None
@@ -313,12 +307,7 @@ class TopK(Codec):
     # Encoding and decoding.
 
     def encode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        values: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, context: Context[Array]
     ) -> Sent[Array]:
         """`Codec.encode`: selects by |a|, or by |a| v^(-1/4) with Adam's mean squares v."""
         kind, dtype = self.value_kind(bucket.residual_dtype), bucket.residual_dtype
@@ -337,14 +326,8 @@ class TopK(Codec):
         return Sent(parts, read, index, chosen)  # NaN counts as the largest magnitude
 
     def decode(
-        self,
-        ops: Ops[Array],
-        bucket: Bucket,
-        piece: Any,
-        gathered: Array,
-        context: Context[Array],
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array, context: Context[Array]
     ) -> Read[Array]:
-        """`Codec.decode`."""
         kind, width = self.value_kind(bucket.residual_dtype), bucket.payload_bytes
         rows = ops.load(gathered, width, piece.at, coding.value_bytes(kind, piece.k))
         values = ops.unpack_values(rows, piece.k, kind, bucket.residual_dtype)

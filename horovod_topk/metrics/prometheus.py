@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Info,
-    start_http_server,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
 
 from horovod_topk import __version__
 from horovod_topk.core.run.stats import StepCounters

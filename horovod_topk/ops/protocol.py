@@ -86,7 +86,6 @@ class Fused(Protocol[Taken]):
         squares: for each gradient, the squares to select by, as `Ops.weighted` does, or None.
             Empty: by magnitude.
         """
-        ...
 
     def decode(
         self, gathered: Taken, scale: float, flags: Sequence[bool], gradients: Sequence[Taken]
@@ -97,7 +96,6 @@ class Fused(Protocol[Taken]):
             ascend or are outside a tensor are never used; if they are found at once, this returns
             (rank, position of the tensor), and no gradient has changed.
         """
-        ...
 
 
 class TernaryKernel(Protocol[Array]):
@@ -108,11 +106,9 @@ class TernaryKernel(Protocol[Array]):
 
         The first result is float32. The sums are float64, in the order of `Ops.sums`.
         """
-        ...
 
     def pack(self, values: Array, limit: Array, scale: Array, stream: Stream) -> Array:
         """Encode `Ops.finite(values)`, with magnitudes clipped to `limit`; both [1] float32."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,6 @@ class SupportsOnePass(Protocol[Array]):
         streams: as in `Fused.encode`, shard by shard.
         squares: as in `Fused.encode`.
         """
-        ...
 
 
 @runtime_checkable
@@ -202,11 +197,9 @@ class DecodesTogether(Protocol[Array]):
             widths: bytes of a payload of each bucket.
             counts: how many of its bytes are returned.
         """
-        ...
 
     def decode_all(self, arrived: Sequence[Arrived[Array]]) -> None:
         """As `Fused.decode` of each bucket; all have kernels of this one's class."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -242,24 +235,22 @@ class TrackerKernels:
     spikes: Callable[..., None] | None = None
 
 
-class Arrays(Protocol[Array]):
-    """Operations that any method or exchange may use."""
+class Ops(Protocol[Array]):
+    """Array operations of one framework; see the module's docstring for the rules."""
+
+    # Any method or exchange may use these.
 
     def zeros(self, numel: int, dtype: str, device: str) -> Array:
         """A new array of `numel` zeros."""
-        ...
 
     def arrays(self, numels: Sequence[int], dtype: str, device: str) -> list[Array]:
         """New arrays of zeros, one after another in memory where kernels can make use of it."""
-        ...
 
     def numbers(self, numbers: Sequence[float], dtype: str, device: str) -> Array:
         """A new array of numbers, which are rounded to float32 first."""
-        ...
 
     def arange(self, count: int, device: str) -> Array:
         """int64 indices 0, 1, ... count - 1."""
-        ...
 
     def random_bits(self, stream: Stream, count: int, bits: int, device: str) -> Array:
         """[count] int64, uniform in [0, 2^bits): the high bits of words of Philox4x32-10.
@@ -267,86 +258,66 @@ class Arrays(Protocol[Array]):
         bits: 1 to 32. Results are the same on every device and in every framework; see
             `horovod_topk.ops.philox`.
         """
-        ...
 
     def view(self, array: Array, start: int, stop: int) -> Array:
         """Elements [start, stop) of a one-dimensional array, sharing its memory."""
-        ...
 
     def row(self, array: Array, position: int) -> Array:
         """One row of the result of `load`."""
-        ...
 
     def columns(self, rows: Array, start: int, stop: int | None) -> Array:
         """Return columns [start, stop) of [P, count]; None as `stop`: to the end."""
-        ...
 
     def rows(self, gathered: Array, width: int) -> int:
         """The number of payloads of `width` bytes; in a graph it may be a tensor."""
-        ...
 
     def numel(self, array: Array) -> int:
         """The number of elements of an array."""
-        ...
 
     def dtype(self, array: Array) -> str:
         """Return the name of an array's dtype, as `zeros` takes it."""
-        ...
 
     def device(self, array: Array) -> str:
         """Return the device of an array, as `zeros` takes it."""
-        ...
 
     def joined(self, parts: Sequence[Array]) -> Array:
         """Concatenate flat arrays of one dtype into a new array."""
-        ...
 
     def clone(self, array: Array) -> Array:
         """A copy: writing to one does not change the other."""
-        ...
 
     def assign(self, out: Array, source: Array) -> None:
         """out[:] = source, element by element, cast to out's dtype."""
-        ...
 
     def take(self, array: Array, index: Array) -> Array:
         """The elements of `array` in row-major order at `index`, a new array."""
-        ...
 
     def cast(self, array: Array, dtype: str) -> Array:
         """Return a new array of another dtype; floats become integers rounded towards zero."""
-        ...
 
     def spread(self, array: Array, size: int, count: int) -> Array:
         """Repeat each number `size` times along the last dimension, cut off at `count`."""
-        ...
 
     def transposed(self, array: Array, rows: int) -> Array:
         """Return the transpose of a flat matrix of `rows` rows as a new flat array."""
-        ...
 
     def divided(self, array: Array, by: Array) -> Array:
         """array / by, a new array; `by` has one element, or as many. 0 where `by` is 0."""
-        ...
 
     def root(self, array: Array) -> Array:
         """Square roots of non-negative float64, a new array.
 
         Results may be off by one unit in the last place, as in torch: round them to float32.
         """
-        ...
 
     def finite(self, values: Array) -> Array:
         """Cast to float32: NaN and infinities become 0, others saturate at +-`coding.LIMIT`."""
-        ...
 
     def largest(self, array: Array, size: int) -> Array:
         """Return the largest number of each block of a flat array without NaN."""
-        ...
 
     def column_largest(self, rows: Array) -> Array:
         """Return the largest number of each column of [P, count]; NaN if the column has one."""
-        ...
 
     def sums(self, array: Array, size: int) -> Array:
         """Return the sum of each block of a flat array of int64 or float64.
@@ -356,32 +327,27 @@ class Arrays(Protocol[Array]):
         tile is added to the first, element by element, until one number is left. Neighbouring
         sums are added in pairs, an odd one to 0, until one is left.
         """
-        ...
 
     def segment_sums(self, array: Array, sizes: Sequence[int]) -> Array:
         """Sums of consecutive stretches of a flat array, in its dtype and the library's order.
 
         sizes: number of elements of each stretch; they add up to the array's.
         """
-        ...
 
     def count_above(self, array: Array, limit: Array) -> Array:
         """Count elements of a magnitude above `limit`, [1] of their dtype: [1] float32.
 
         Counts above 2^24 are rounded.
         """
-        ...
 
     def square(self, array: Array) -> Array:
         """[1] float32: the sum of squares, in the library's order. Does not wait for a device.
 
         array: array of any shape; the result is 0 if it has no elements.
         """
-        ...
 
     def norm(self, array: Array) -> float:
         """Euclidean norm, summed in float64; in a graph a scalar. Waits for the device."""
-        ...
 
     def matmul(self, left: Array, right: Array, shape: tuple[int, int, int]) -> Array:
         """Multiply [m * k] by [k * n], flat and in row-major order, given (m, k, n): [m * n].
@@ -389,7 +355,6 @@ class Arrays(Protocol[Array]):
         The order of additions is the library's: bits are equal if library, processor and number of
         threads are equal.
         """
-        ...
 
     def orthonormal(self, rows: Array, count: int) -> Array:
         """Make the rows of a flat matrix orthonormal; linearly dependent rows become 0.
@@ -397,38 +362,32 @@ class Arrays(Protocol[Array]):
         Gram-Schmidt, row after row, with the same bits in every framework; see `ops.orthonormal`.
         The result is flat and a new array; `rows` has `count` rows, at least one.
         """
-        ...
 
     def global_index(self, index: Array, parts: int, first: int) -> Array:
         """Indices in the tensor of a shard's elements: (i // 512 * parts + first) * 512 + i % 512.
 
         index: int64, into the shard; the result is into its tensor.
         """
-        ...
 
     def shard(self, gradient: Array, parts: int, first: int) -> Array:
         """The flat shard whose first block is `first`, of `parts` shards of a gradient.
 
         Element i of it is element `global_index(i, parts, first)` of the gradient.
         """
-        ...
 
     def scale(self, arrays: Sequence[Array], factors: Sequence[float]) -> None:
         """Multiply each array in place by its factor."""
-        ...
 
     def shards(
         self, tensors: Sequence[Array], parts: int, firsts: Sequence[int]
     ) -> Sequence[Array]:
         """`shard` of each tensor, in memory that may be written again by the next call."""
-        ...
 
     def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         """Write `shard(gradient, len(firsts), firsts[p])` to outs[p], cast to its dtype.
 
         outs: arrays as long as the shards.
         """
-        ...
 
     def blocks(self, tensors: Sequence[Array], picks: Sequence[Pick], dtype: str) -> Array:
         """Join samples of some tensors of any shape into a flat array, and cast it to `dtype`.
@@ -436,15 +395,11 @@ class Arrays(Protocol[Array]):
         picks: for each tensor (shards, first, parts): of the shard with the block `first` among
             `shards` shards, every block whose number is a multiple of `parts`.
         """
-        ...
 
     def to_host(self, payload: Array) -> bytes:
         """The bytes of a uint8 array. Waits for the device."""
-        ...
 
-
-class Packing(Protocol[Array]):
-    """Operations that payloads and residuals are made of: select, encode, add up, write."""
+    # Payloads and residuals are made of these: select, encode, add up, write.
 
     def random_index(self, stream: Stream, numel: int, k: int, device: str) -> Array:
         """Draw one index from each of k stretches of `numel` elements, 1 <= k <= numel: [k] int64.
@@ -452,14 +407,12 @@ class Packing(Protocol[Array]):
         Stretch i begins at i * numel // k. Its index is (r length >> 31) more than that, with r
         from `random_bits` of 31 bits.
         """
-        ...
 
     def compensate(self, residual: Array, gradient: Array, out: Array) -> Array:
         """out = residual + gradient, in the residual's dtype.
 
         Returns an array that has a NaN or an infinity if and only if `out` has one.
         """
-        ...
 
     def withheld(
         self, residual: Array, gradient: Array, most: float, alone: float
@@ -479,11 +432,9 @@ class Packing(Protocol[Array]):
             The sum of the gradient and the new residual has a NaN or an infinity if the gradient
             has one.
         """
-        ...
 
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         """out = factor * velocity + gradient, all of one dtype; rounded twice."""
-        ...
 
     def weighted(self, values: Array, squares: Array) -> Array:
         """Multiply values by weights of about squares^(-1/4); the k largest products are sent.
@@ -497,7 +448,6 @@ class Packing(Protocol[Array]):
             values: [n], float32 or float64.
             squares: n elements of any float dtype, not negative.
         """
-        ...
 
     def select(self, candidate: Array, k: int) -> Array:
         """Ascending int64 indices of the k largest magnitudes, 1 <= k <= n.
@@ -505,7 +455,6 @@ class Packing(Protocol[Array]):
         Of equal magnitudes the lower index is selected. NaN counts as the largest magnitude, so
         that a non-finite element is always selected.
         """
-        ...
 
     def sample(self, candidate: Array, k: int) -> Array:
         """Ascending int64 indices of k elements, approximately the largest, 1 <= k <= n.
@@ -517,7 +466,6 @@ class Packing(Protocol[Array]):
         threshold, they are selected, with as many of the lowest other indices as k lacks.
         Otherwise, and if r < 32, this is `select`.
         """
-        ...
 
     def pack_values(self, values: Array, kind: str) -> Array:
         """Encode one value or more to `coding.value_bytes(kind, n)` uint8.
@@ -544,15 +492,12 @@ class Packing(Protocol[Array]):
         twice all limits are moved to the middle between the means of their two regions. Means and
         middles are rounded down to such multiples; an empty region's mean is its lower limit.
         """
-        ...
 
     def unpack_values(self, rows: Array, count: int, kind: str, dtype: str) -> Array:
         """Decode [P, `coding.value_bytes`] bytes to [P, count] values of `dtype`."""
-        ...
 
     def are_scales(self, rows: Array) -> Array:
         """Whether every number of a row of [P, c] is finite and not negative, [P] bool."""
-        ...
 
     def pack_bits(self, codes: Array, bits: int) -> Array:
         """Pack whole numbers into uint8, with 1 to 8 bits each and no gaps.
@@ -560,11 +505,9 @@ class Packing(Protocol[Array]):
         codes: int64, in [0, 2^bits). The lowest bit of the first code is bit 0 of the first byte.
             Bits after the last code are 0.
         """
-        ...
 
     def unpack_bits(self, rows: Array, count: int, bits: int) -> Array:
         """Unpack [P, ceil(count * bits / 8)] bytes to [P, count] int64."""
-        ...
 
     def pack_digits(self, codes: Array, base: int) -> Array:
         """Pack whole numbers below `base` into uint8, `coding.digits(base)` to a byte.
@@ -572,21 +515,18 @@ class Packing(Protocol[Array]):
         codes: int64, in [0, base). The first digit of a byte has weight 1, the next one `base`,
             then its square and so on. Digits after the last code are 0.
         """
-        ...
 
     def unpack_digits(self, rows: Array, count: int, base: int) -> Array:
         """Unpack [P, ceil(count / `coding.digits`)] bytes to [P, count] int64.
 
         In a byte that `pack_digits` cannot have written, the last digit may be `base` or more.
         """
-        ...
 
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         """Encode ascending int64 indices into `numel` elements as bytes; see `methods.topk`.
 
         kind: int16, int32 or packed.
         """
-        ...
 
     def unpack_index(self, rows: Array, count: int, numel: int, kind: str) -> tuple[Array, Array]:
         """Decode bytes to [P, count] int64 indices below `numel`, and [P] whether rows are valid.
@@ -594,14 +534,12 @@ class Packing(Protocol[Array]):
         A row is valid if it has `count` indices that ascend strictly and are below `numel`. The
         indices of other rows are arbitrary, but below `numel`.
         """
-        ...
 
     def subtract_at(self, candidate: Array, index: Array | None, sent: Array) -> None:
         """candidate[index] -= sent; index None means all elements, indices are unique.
 
         If `index` is None, `sent` may be the candidate itself.
         """
-        ...
 
     def write_product(
         self,
@@ -617,48 +555,38 @@ class Packing(Protocol[Array]):
         Kernels on the CPU add in order of k, each product and sum rounded, with any processor and
         number of threads. Otherwise bits are those of `matmul`.
         """
-        ...
 
     def subtract_product(
         self, candidate: Array, left: Array, right: Array, shape: tuple[int, int, int]
     ) -> None:
         """candidate -= left times right, a product as in `write_product`."""
-        ...
 
     def limit(self, arrays: Sequence[Array], factors: Array) -> None:
         """Multiply each array by its factor, in place, if that is less than 1."""
-        ...
 
     def above(self, array: Array) -> Array:
         """Round each number up to a bfloat16, returned as float32.
 
         array: float32, not negative, at most `coding.LIMIT`.
         """
-        ...
 
     def store(self, payload: Array, at: int, part: Array) -> None:
         """Write a uint8 array at byte `at` of a payload."""
-        ...
 
     def load(self, gathered: Array, width: int, at: int, count: int) -> Array:
         """[P, count] bytes, from byte `at` of each of P payloads of `width` bytes."""
-        ...
 
     def store_bytes(self, payload: Array, at: int, data: bytes) -> None:
         """Write host bytes at byte `at`."""
-        ...
 
     def store_nonfinite(self, payload: Array, at: int, parts: Sequence[Array]) -> None:
         """Write a bitmap, bit i set if parts[i] has a NaN or an infinity (bit 0 lowest)."""
-        ...
 
     def poison(self, array: Array, checked: Array) -> None:
         """Fill an array with NaN if `checked` has a NaN or an infinity, without waiting."""
-        ...
 
     def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
         """Set bit i of such a bitmap if flags[i], a result of `validate`; keep other bits."""
-        ...
 
     def validate(
         self,
@@ -675,47 +603,37 @@ class Packing(Protocol[Array]):
             the device. `check` returns a bool for each of `tensors`, for `write_scaled`; in a graph
             they are tensors.
         """
-        ...
 
     def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:
         """The logical or of two results of `validate`, position by position."""
-        ...
 
     def accumulator(self, gradient: Array, dtype: str) -> Array:
         """A flat array of zeros to sum into: the gradient's own memory if possible."""
-        ...
 
     def accumulate(self, out: Array, index: Array | None, values: Array) -> None:
         """out[index] += values for each row of [P, k] index and values, one after another.
 
         `index` None means all elements; indices are unique within a row.
         """
-        ...
 
     def write_scaled(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
         """gradient[...] = total * scale, cast to its dtype; all NaN if `poisoned`.
 
         `poisoned` is one of the results of `validate`.
         """
-        ...
 
     def write_placed(
         self, values: Array, index: Array, scale: float, gradient: Array, poisoned: bool
     ) -> None:
         """`write_scaled` of `place(values, index, n)`: zeros except at the indices."""
-        ...
 
-
-class Kernels(Protocol[Array]):
-    """Optional kernels of a library. A kernel is None where the library has none."""
+    # Optional kernels of a library. A kernel is None where the library has none.
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
         """A kernel for buckets of this recipe on this device, or None to use these operations."""
-        ...
 
     def ternary(self, device: str) -> TernaryKernel[Array] | None:
         """A kernel for `TernGrad` on this device, or None to use these operations."""
-        ...
 
     def tracker_kernels(
         self, gradients: Sequence[Array], others: Sequence[Array], factors: Sequence[float] = ()
@@ -724,7 +642,6 @@ class Kernels(Protocol[Array]):
 
         factors: what each tensor's residual is still to be multiplied by. Empty: all are 1.
         """
-        ...
 
     def kernel_kind(self, device: str) -> str:
         """Name what computes energies, spikes and the optimizer's momenta on a device.
@@ -732,7 +649,6 @@ class Kernels(Protocol[Array]):
         Results have the same bits on ranks with the same kind, if they have the same version of the
         framework.
         """
-        ...
 
     def energies_of(
         self, arrays: Sequence[Array], arrivals: Array | None, places: tuple[Place, ...], dtype: str
@@ -746,8 +662,3 @@ class Kernels(Protocol[Array]):
             places: where the arrays and their samples are.
             dtype: of the sums, float32 or float64.
         """
-        ...
-
-
-class Ops(Arrays[Array], Packing[Array], Kernels[Array], Protocol[Array]):
-    """Array operations of one framework; see the module's docstring for the rules."""

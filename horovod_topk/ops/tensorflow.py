@@ -18,6 +18,7 @@ import functools
 import itertools
 import logging
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -48,37 +49,23 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")  # by their code in a re
 _WRONG = re.compile(r"TopKEF: rank (\d+), tensor (\d+)")  # error of kernels/cpu/tensorflow_ops.cpp
 
 
+def _operator(function: Callable[[Any, Any], Any]) -> Any:
+    """Make a method that computes with two arrays, or an array and a number."""
+    return lambda self, other: Buffer(function(self.value, _operand(other)))
+
+
 class Arithmetic:
     """Python's operators, element by element, for objects with a `value`."""
 
     value: Any
 
-    def __add__(self, other: Any) -> Buffer:
-        return Buffer(self.value + _operand(other))
-
-    def __sub__(self, other: Any) -> Buffer:
-        return Buffer(self.value - _operand(other))
+    __add__, __sub__ = _operator(operator.add), _operator(operator.sub)
+    __mul__, __floordiv__ = _operator(operator.mul), _operator(operator.floordiv)
+    __mod__, __ge__ = _operator(operator.mod), _operator(operator.ge)
+    __lt__, __gt__ = _operator(operator.lt), _operator(operator.gt)
 
     def __rsub__(self, other: Any) -> Buffer:
         return Buffer(other - self.value)
-
-    def __mul__(self, other: Any) -> Buffer:
-        return Buffer(self.value * _operand(other))
-
-    def __floordiv__(self, other: Any) -> Buffer:
-        return Buffer(self.value // _operand(other))
-
-    def __mod__(self, other: Any) -> Buffer:
-        return Buffer(self.value % _operand(other))
-
-    def __lt__(self, other: Any) -> Buffer:
-        return Buffer(self.value < _operand(other))
-
-    def __gt__(self, other: Any) -> Buffer:
-        return Buffer(self.value > _operand(other))
-
-    def __ge__(self, other: Any) -> Buffer:
-        return Buffer(self.value >= _operand(other))
 
     def __abs__(self) -> Buffer:
         return Buffer(tf.abs(self.value))
@@ -271,6 +258,12 @@ class TensorFlowOps(SharedVerbs):
     finite = _verb(packing.finite)
     divided = _verb(tf.math.divide_no_nan)
     unpack_index = _verb(packing.unpack_index)
+    cast, root = _verb(tf.cast), _verb(tf.sqrt)
+    row, columns = _verb(lambda rows, at: rows[at]), _verb(lambda rows, a, b: rows[:, a:b])
+    column_largest = _verb(lambda rows: tf.reduce_max(rows, 0))
+    transposed = _verb(lambda a, n: tf.reshape(tf.transpose(tf.reshape(a, [n, -1])), [-1]))
+    are_scales = _verb(lambda rows: tf.reduce_all(tf.math.is_finite(rows) & (rows >= 0), 1))
+    spread = _verb(lambda array, size, count: tf.repeat(array, size, -1)[..., :count])
 
     def __init__(self, *, kernels: bool = True, defers: bool = False) -> None:
         self._use_kernels, self._defers = kernels, defers
@@ -295,10 +288,9 @@ class TensorFlowOps(SharedVerbs):
         return Buffer(coding.random_index(drawn, numbers, numel, _shifted))
 
     def view(self, array: Array, start: int, stop: int) -> Array:
-        return _stretch_of(array, start, stop)
-
-    def row(self, array: Array, position: int) -> Array:
-        return Buffer(array.value[position])
+        if isinstance(array, View):
+            return View(array.buffer, array.start + start, array.start + stop)
+        return View(array, start, stop)
 
     def numel(self, array: Array) -> int:
         return array.numel
@@ -394,15 +386,6 @@ class TensorFlowOps(SharedVerbs):
         where = tf.cast(index.value, tf.int64)[:, tf.newaxis]
         return Buffer(tf.scatter_nd(where, values.value, tf.constant([numel], tf.int64)))
 
-    def cast(self, array: Array, dtype: str) -> Array:
-        return Buffer(tf.cast(array.value, dtype))
-
-    def are_scales(self, rows: Array) -> Array:
-        return Buffer(tf.reduce_all(tf.math.is_finite(rows.value) & (rows.value >= 0), 1))
-
-    def columns(self, rows: Array, start: int, stop: int | None) -> Array:
-        return Buffer(rows.value[:, start:stop])
-
     def subtract_at(self, candidate: Array, index: Array | None, sent: Array) -> None:
         amount = tf.cast(sent.value, candidate.dtype)
         if index is None:
@@ -415,10 +398,6 @@ class TensorFlowOps(SharedVerbs):
         m, k, n = shape
         product = tf.matmul(tf.reshape(left.value, [m, k]), tf.reshape(right.value, [k, n]))
         return Buffer(tf.reshape(product, [-1]))
-
-    def transposed(self, array: Array, rows: int) -> Array:
-        matrix = tf.reshape(array.value, [rows, array.numel // rows])
-        return Buffer(tf.reshape(tf.transpose(matrix), [-1]))
 
     def limit(self, arrays: Sequence[Array], factors: Array) -> None:
         values, own = [array.value for array in arrays], factors.value
@@ -504,14 +483,8 @@ class TensorFlowOps(SharedVerbs):
             return None
         return None if _has_gpu() else find_operations()
 
-    def root(self, array: Array) -> Array:
-        return Buffer(tf.sqrt(array.value))
-
     def largest(self, array: Array, size: int) -> Array:
         return Buffer(tf.reduce_max(packing.blocks(array.value, size, array.dtype.min), 1))
-
-    def column_largest(self, rows: Array) -> Array:
-        return Buffer(tf.reduce_max(rows.value, 0))
 
     def sums(self, array: Array, size: int) -> Array:
         blocks = packing.blocks(array.value, size)
@@ -525,9 +498,6 @@ class TensorFlowOps(SharedVerbs):
         is_above = tf.abs(array.value) > limit.value
         count = tf.math.count_nonzero(is_above, dtype=tf.int64, keepdims=True)
         return Buffer(tf.cast(tf.reshape(count, [1]), tf.float32))
-
-    def spread(self, array: Array, size: int, count: int) -> Array:
-        return Buffer(tf.repeat(array.value, size, -1)[..., :count])
 
     def shard(self, gradient: Array, parts: int, first: int) -> Array:
         flat = _flat(gradient)
@@ -635,7 +605,8 @@ class TensorFlowOps(SharedVerbs):
         _write(gradient, tf.cast(total.value * factor, gradient.dtype))
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
-        if not (self._use_kernels and _is_cpu(device)):
+        is_cpu = device in ("", "cpu") or "CPU" in device
+        if not (self._use_kernels and is_cpu):
             return None
         operations = find_operations()
         return None if operations is None else BucketOperations(recipe, operations)
@@ -785,10 +756,6 @@ def _shaped(tensor: Tensor, shape: Any) -> Tensor:
     return tensor
 
 
-def _is_cpu(device: str) -> bool:
-    return device in ("", "cpu") or "CPU" in device
-
-
 @functools.cache
 def _has_gpu() -> bool:
     return bool(tf.config.list_logical_devices("GPU"))
@@ -806,12 +773,6 @@ def _scalar(number: Any, dtype: Any) -> Tensor:
 
 def _flat(array: Array) -> Tensor:
     return array.value if isinstance(array, View) else array.read(0, array.numel)
-
-
-def _stretch_of(array: Array, start: int, stop: int) -> View:
-    if isinstance(array, View):
-        return View(array.buffer, array.start + start, array.start + stop)
-    return View(array, start, stop)
 
 
 def _with_first(chosen: Tensor, count: Tensor) -> Tensor:

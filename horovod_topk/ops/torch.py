@@ -76,9 +76,11 @@ class TorchOps(IndexedVerbs):
     pack_index, unpack_index = staticmethod(packing.pack_index), staticmethod(packing.unpack_index)
     finite, above = staticmethod(packing.finite), staticmethod(packing.above)
     segment_sums = staticmethod(lists.segment_sums)
+    clone, root = staticmethod(torch.clone), staticmethod(torch.sqrt)
+    numel = staticmethod(torch.numel)
 
     def __init__(self, *, kernels: bool = True) -> None:
-        self._use_kernels, self._samples = kernels, lists.Samples()
+        self._use_kernels, self._sample_index = kernels, functools.cache(lists.sample_index)
 
     def zeros(self, numel: int, dtype: str, device: str = "cpu") -> Tensor:
         return torch.zeros(numel, dtype=DTYPES[dtype], device=device)
@@ -119,9 +121,6 @@ class TorchOps(IndexedVerbs):
         library.topkef_random_index(native.integers(stream.numbers()), numel, k, out.data_ptr())
         return out
 
-    def numel(self, array: Tensor) -> int:
-        return array.numel()
-
     def dtype(self, array: Tensor) -> str:
         return str(array.dtype).removeprefix("torch.")
 
@@ -130,9 +129,6 @@ class TorchOps(IndexedVerbs):
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))
-
-    def clone(self, array: Tensor) -> Tensor:
-        return array.clone()
 
     def assign(self, out: Tensor, source: Tensor) -> None:
         out.copy_(source)
@@ -378,9 +374,6 @@ class TorchOps(IndexedVerbs):
             if factor < 1.0:
                 array.mul_(factor)
 
-    def root(self, array: Tensor) -> Tensor:
-        return array.sqrt()
-
     def largest(self, array: Tensor, size: int) -> Tensor:
         return packing.blocks(array, size, -math.inf).amax(1)
 
@@ -439,7 +432,9 @@ class TorchOps(IndexedVerbs):
 
     def blocks(self, tensors: Sequence[Tensor], picks: Sequence[Pick], dtype: str) -> Tensor:
         if tensors[0].device.type != "cpu":
-            return self._samples.take(tensors, picks).to(DTYPES[dtype])
+            sizes, device = tuple(tensor.numel() for tensor in tensors), tensors[0].device
+            index = self._sample_index(sizes, tuple(picks), device)
+            return lists.flat(tensors).index_select(0, index).to(DTYPES[dtype])
         found = list[Tensor]()
         for tensor, (shards, first, parts) in zip(tensors, picks, strict=True):
             shard = tensor if shards == 1 else self.shard(tensor, shards, first)

@@ -8,7 +8,7 @@ No function here waits for a device, except when it first gets tensors of some s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -107,29 +107,14 @@ def segment_sums(array: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.segment_reduce(array, "sum", lengths=lengths, unsafe=True)
 
 
-class Samples:
-    """Takes samples of lists of tensors, as `Ops.blocks`, and remembers where they are."""
-
-    def __init__(self) -> None:
-        self._index: dict[Hashable, Tensor] = {}
-
-    def take(self, tensors: Sequence[Tensor], picks: Sequence[Pick]) -> Tensor:
-        """Join the samples, in the dtype of the tensors."""
-        sizes, device = tuple(tensor.numel() for tensor in tensors), tensors[0].device
-        key = sizes, tuple(picks), device
-        if key not in self._index:
-            self._index[key] = _index(sizes, picks).to(device)
-        return flat(tensors).index_select(0, self._index[key])
-
-
-def _index(sizes: Sequence[int], picks: Sequence[Pick]) -> Tensor:
-    """Return where the samples of tensors are, if the tensors are joined."""
+def sample_index(sizes: Sequence[int], picks: Sequence[Pick], device: torch.device) -> Tensor:
+    """Return where the samples of `Ops.blocks` are, if their tensors are joined."""
     found, start = list[Tensor](), 0
     for numel, (shards, first, parts) in zip(sizes, picks, strict=True):
         shard = _shard(numel, shards, first)
         found.append(shard[_shard(shard.numel(), parts, 0)] + start)
         start += numel
-    return torch.cat(found).to(torch.int32 if start < 1 << 31 else torch.int64)
+    return torch.cat(found).to(device, torch.int32 if start < 1 << 31 else torch.int64)
 
 
 def _shard(numel: int, parts: int, first: int) -> Tensor:

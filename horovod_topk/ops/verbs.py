@@ -11,11 +11,7 @@ from horovod_topk.ops.protocol import Ops, Place, TrackerKernels
 
 
 def sampled_energies(
-    ops: Ops[Any],
-    arrays: Sequence[Any],
-    arrivals: Any,
-    places: tuple[Place, ...],
-    dtype: str,
+    ops: Ops[Any], arrays: Sequence[Any], arrivals: Any, places: tuple[Place, ...], dtype: str
 ) -> Any:
     """`Ops.energies_of` by other operations."""
     picks = [place[3:] for place in places]

@@ -13,12 +13,8 @@ Residuals (the parts of gradients that are not sent yet) belong to variables and
 these. With tf-keras use `hvd.DistributedOptimizer(optimizer, compression=TopKEF)`. With Keras 3,
 where Horovod's own wrapper trains without synchronising, use `horovod_topk.tensorflow.keras`.
 
-Importing this package wraps three functions of Horovod, in memory and not on disk. Each behaves as
-before for any other compressor. `horovod_topk.tensorflow.seam` wraps:
-
-    horovod.tensorflow._make_allreduce_grads_fn
-    horovod._keras.create_distributed_optimizer
-    horovod.tensorflow.join
+Importing this package wraps three functions of Horovod, in memory and not on disk, which
+`horovod_topk.tensorflow.seam` names. Each behaves as before for any other compressor.
 
 No registry of Horovod is changed: elastic jobs use the state of `horovod_topk.tensorflow.elastic`.
 """

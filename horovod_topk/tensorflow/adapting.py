@@ -39,11 +39,6 @@ class Adapted:
 
     Args:
         optimizer: of Keras 3 or tf-keras, within a loss scale or not.
-        compressor: says how gradients are compressed.
-
-    Raises:
-        ConfigError, UnsupportedOperationError: optimizer and settings cannot be combined; nothing
-            has changed.
     """
 
     def __init__(self, optimizer: Any, compressor: BaseCompressor) -> None:
@@ -95,16 +90,9 @@ _OF: weakref.WeakKeyDictionary[Any, Adapted] = weakref.WeakKeyDictionary()
 def adapted_to(
     optimizer: Any, compressor: BaseCompressor, variables: Iterable[Any] | None
 ) -> Adapted:
-    """Have an optimizer do with exchanged gradients what a distributed one does.
+    """Have an optimizer do with exchanged gradients what a distributed one does; it changes once.
 
-    Args:
-        optimizer: as in `Adapted`; it is changed in place, once.
-        compressor: as in `Adapted`.
-        variables: those that it updates; None: all.
-
-    Raises:
-        ConfigError, UnsupportedOperationError: optimizer and settings cannot be combined; nothing
-            has changed.
+    variables: those that it updates; None: all.
     """
     _check(optimizer)
     plain = _plain(optimizer)
@@ -131,11 +119,7 @@ def exchanges(optimizer: Any) -> bool:
 
 
 def split(adapted: Sequence[Adapted], variables: Sequence[Any]) -> list[Part]:
-    """Positions of the variables of each adapted optimizer; of None, where there is none.
-
-    Raises:
-        ConfigError: a variable has no adapted optimizer, or several.
-    """
+    """Positions of the variables of each adapted optimizer; of None, where there is none."""
     if not adapted:
         return [(None, list(range(len(variables))))]
     found: dict[Adapted, list[int]] = {each: [] for each in adapted}
@@ -152,11 +136,7 @@ def split(adapted: Sequence[Adapted], variables: Sequence[Any]) -> list[Part]:
 
 
 def warn_of_tape(compressor: BaseCompressor) -> tuple[str, ...]:
-    """Warn that a tape's gradients are applied by an optimizer that it does not know.
-
-    Returns:
-        The warnings that were given: one or none.
-    """
+    """Warn that a tape's gradients are applied by an optimizer that it does not know."""
     is_left = "momentum" in compressor.deferred and not compressor.config.in_rounds
     why = (
         f"a tape does not know it. Write compression = {compressor!r}.adapt(optimizer) before the "

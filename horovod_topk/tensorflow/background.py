@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-from horovod_topk.core.plan.nodes import Location
 from horovod_topk.core.run.timing import StepTimer
 from horovod_topk.ops.tensorflow import Array, Buffer
+from horovod_topk.process_sets import ProcessSetRanks
 from horovod_topk.tensorflow.collective import HorovodCollective
 
 
-class BackgroundCollective:
+class BackgroundCollective(ProcessSetRanks):
     """`core.exchange.Collective` that runs each collective in a thread, eagerly.
 
     TensorFlow blocks in a collective, and Horovod takes names only from a graph's operations. So
@@ -27,27 +28,13 @@ class BackgroundCollective:
         timer: counts the seconds that this process waits for collectives; None: a new one.
     """
 
-    in_order = False  # `Meets.in_order`: collectives are matched by name
+    horovod = hvd
 
     def __init__(self, graphs: HorovodCollective, timer: StepTimer | None = None) -> None:
-        self._graphs, self.timer = graphs, timer or StepTimer()
+        super().__init__(graphs._process_set, timer or StepTimer())
+        self._graphs = graphs
         # Verb and name of a collective -> sizes, and the graph that was traced for them.
         self._traced: dict[tuple[str, str], tuple[object, Callable[[Any], Any]]] = {}
-
-    @property
-    def rank(self) -> int:
-        """`Collective.rank`."""
-        return self._graphs.rank
-
-    @property
-    def size(self) -> int:
-        """`Collective.size`."""
-        return self._graphs.size
-
-    @property
-    def location(self) -> Location:
-        """`Collective.location`."""
-        return self._graphs.location
 
     def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """`Meets.meet`."""
@@ -69,14 +56,10 @@ class BackgroundCollective:
         """`Collective.allreduce`."""
         return self._start("allreduce", array, name)
 
-    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """`Collective.can_split`."""
-        return self._graphs.can_split(groups)
-
-    def split(self, groups: Sequence[Sequence[int]]) -> list[BackgroundCollective | None]:
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Self | None]:
         """`Collective.split`."""
         parts = self._graphs.split(groups)
-        return [None if each is None else BackgroundCollective(each, self.timer) for each in parts]
+        return [None if each is None else type(self)(each, self.timer) for each in parts]
 
     def _start(
         self, verb: str, array: Array, name: str, counts: Sequence[int] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from horovod_topk.core.plan import payload as wire
 from horovod_topk.core.run.timing import Seconds
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.process_sets import ProcessSetRanks
-from horovod_topk.tensorflow.variables import apart
+from horovod_topk.tensorflow.variables import own_variable
 
 
 class GraphTimer:
@@ -117,17 +117,11 @@ class HorovodCollective(ProcessSetRanks):
     def allgather(
         self, payload: Array, name: str, counts: Sequence[int] | None = None
     ) -> _Gathered:
-        """Run a named allgather of a uint8 array, or add it to the graph under construction.
-
-        Raises:
-            TensorTooLargeError: Horovod cannot count so many bytes; nothing was sent.
-        """
+        """Run a named allgather of a uint8 array, or add it to the graph under construction."""
         total = payload.numel * self.size if counts is None else sum(counts)
         check_gathered(total, name)
-        if tf.executing_eagerly():  # Horovod takes names only from a graph's operations
-            graph = tf.function(lambda tensor: self._gather(tensor, name), autograph=False)
-            tensor = tf.convert_to_tensor(payload.value)
-            gathered = _Gathered(graph.get_concrete_function(tensor)(tensor))
+        if tf.executing_eagerly():
+            gathered = _Gathered(self._eagerly(tf.convert_to_tensor(payload.value), name))
             self.timer.begin()  # drop tensors of that function's graph
             return gathered
         gathered = self._gather(payload.value, name)
@@ -145,10 +139,9 @@ class HorovodCollective(ProcessSetRanks):
         found = list[Any]()
 
         def gather() -> None:
-            sent = tf.constant(list(data), tf.uint8)
-            graph = tf.function(lambda tensor: self._gather(tensor, name), autograph=False)
             try:
-                found.append(graph.get_concrete_function(sent)(sent).numpy().tobytes())
+                sent = tf.constant(list(data), tf.uint8)
+                found.append(self._eagerly(sent, name).numpy().tobytes())
             except Exception as error:
                 found.append(error)
 
@@ -178,38 +171,28 @@ class HorovodCollective(ProcessSetRanks):
 
     def allreduce(self, array: Array, name: str) -> _Gathered:
         """Add a named allreduce to the graph."""
-        self.timer.note_start(array.value)
-        total = _allreduce(
-            _at_run_time(array.value),
-            name=f"allreduce.{name}",
-            op=hvd.Sum,
-            ignore_name_scope=True,
-            process_set=self._process_set,
-        )
-        self.timer.note_end(total)
+        total = self._run(_allreduce, array.value, f"allreduce.{name}", op=hvd.Sum)
         return _Gathered(tf.ensure_shape(total, [array.numel]))
+
+    def _eagerly(self, tensor: Any, name: str) -> Any:
+        """Gather in a graph of its own: Horovod takes names only from a graph's operations."""
+        graph = tf.function(lambda tensor: self._gather(tensor, name), autograph=False)
+        return graph.get_concrete_function(tensor)(tensor)
 
     def _gather(self, tensor: Any, name: str) -> Any:
         """Gather under the same name as `horovod.torch`, so that ranks of both frameworks match."""
-        self.timer.note_start(tensor)
-        gathered = hvd.allgather(
-            _at_run_time(tensor),
-            name=f"allgather.{name}",
-            ignore_name_scope=True,
-            process_set=self._process_set,
-        )
-        self.timer.note_end(gathered)
-        return gathered
+        return self._run(hvd.allgather, tensor, f"allgather.{name}")
 
     def _scatter(self, array: Array, counts: Sequence[int], name: str) -> Any:
-        self.timer.note_start(array.value)
-        received, _ = hvd.alltoall(
-            _at_run_time(array.value),
-            splits=tf.constant(list(counts), tf.int32),
-            name=f"alltoall.{name}",
-            ignore_name_scope=True,
-            process_set=self._process_set,
-        )
+        splits = tf.constant(list(counts), tf.int32)
+        return self._run(hvd.alltoall, array.value, f"alltoall.{name}", splits=splits)
+
+    def _run(self, verb: Callable[..., Any], tensor: Any, name: str, **options: Any) -> Any:
+        """Run one of Horovod's collectives, or add it to the graph, and note when it runs."""
+        self.timer.note_start(tensor)
+        options |= {"name": name, "ignore_name_scope": True, "process_set": self._process_set}
+        result = verb(_at_run_time(tensor), **options)
+        received = result[0] if isinstance(result, tuple) else result  # an alltoall, with splits
         self.timer.note_end(received)
         return received
 
@@ -221,11 +204,6 @@ def _of_length(received: Any, own: Any, ranks: int) -> Any:
 
     A graph cannot raise: where the facts of ranks differ, or payloads are missing, the error is
     raised when the payloads are checked.
-
-    Args:
-        received: payloads one after another, uint8.
-        own: this rank's payload, uint8.
-        ranks: number of payloads.
     """
     total = own.shape[0] * ranks
 
@@ -244,12 +222,7 @@ def _of_length(received: Any, own: Any, ranks: int) -> Any:
 @functools.cache
 def _start() -> Any:
     """A variable that holds the position at which every payload begins, [0]."""
-    return apart(_zero)
-
-
-def _zero() -> Any:
-    with tf.device("cpu"):
-        return tf.Variable([0], False, dtype=tf.int32)
+    return own_variable([0], dtype=tf.int32)
 
 
 def _at_run_time(tensor: Any) -> Any:

@@ -201,21 +201,11 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
             self._calls.append(lambda state: state.set_ratio(ratio))
 
     def state_of(
-        self,
-        variables: Sequence[Any],
-        config: Method,
-        settings: TapeSettings,
-        memory: Memory,
+        self, variables: Sequence[Any], config: Method, settings: TapeSettings, memory: Memory
     ) -> OptimizerState:
         """Return the state for a list of variables; the first call creates it.
 
         Patched optimizers and tapes call it.
-
-        Args:
-            variables: all of them, in order.
-            config: this compressor's settings, fitted to an optimizer if it is known.
-            settings: arguments that were passed to Horovod.
-            memory: the optimizer's memory. Tapes with equal settings share one.
         """
         state = memory.state_of(config, variables, settings)
         if state not in self._states:
@@ -242,12 +232,7 @@ class Compressor(OverHorovod, HorovodCompressor, tf.train.experimental.PythonSta
         self._begin_state(state)
 
     def keep(self, name: str, commit_dir: str | os.PathLike[str] | None) -> Manager:
-        """Keep residuals through an elastic job; called by `horovod_topk.tensorflow.elastic`.
-
-        Args:
-            name: name of the manager's collectives, the same on all ranks.
-            commit_dir: see `horovod_topk.tensorflow.elastic.TensorFlowState`.
-        """
+        """Keep residuals through an elastic job; called by `horovod_topk.tensorflow.elastic`."""
         self._manager = Manager(
             self._living_states,
             HorovodTalk(),

@@ -17,12 +17,9 @@ from horovod_topk.tensorflow.variables import Row
 
 
 def rate_of(optimizer: Any) -> Any:
-    """The learning rate of the next step of a Keras 3 or tf-keras optimizer: [] float64.
+    """The learning rate of the next step of a Keras 3 or tf-keras optimizer: [] float64, or None.
 
     A schedule gives the rate of the present iteration; in a graph it is read when the graph runs.
-
-    Returns:
-        None: the optimizer is not known, or has no learning rate.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     rate = getattr(optimizer, "learning_rate", None)
@@ -88,10 +85,9 @@ class StepRates:
     Args:
         rows: the row of each tensor's rates, by name.
         fall: returns `fall_of` a tensor, by its name.
-        rate: the learning rate of the step, [] float64.
 
     Attributes:
-        rate: the learning rate of the step.
+        rate: the learning rate of the step, [] float64.
         largest_decay: the largest of `decays`, [] float64.
     """
 

@@ -42,12 +42,7 @@ UNUSED = (
 
 
 class VariableWeights:
-    """`horovod_topk.local.rounds.Weights` of variables.
-
-    Args:
-        variables: by name.
-        optimizer: the inner optimizer; None: it is not known.
-    """
+    """`horovod_topk.local.rounds.Weights` of variables."""
 
     def __init__(self, variables: Mapping[str, Any], optimizer: Any) -> None:
         self._variables, self._optimizer = variables, optimizer
@@ -210,11 +205,6 @@ class LocalSteps:
         """
         with self._on_device():
             self._topkef.begin()
-
-    def _renew(self) -> None:
-        """Call `begin`, unless a state that was saved in the middle of a round has been loaded."""
-        if not any(fragment.since for fragment in self._topkef.rounds.fragments):
-            self.begin()
 
     def step(self) -> None:
         """Count a step of the inner optimizer, and make the outer steps that are due.

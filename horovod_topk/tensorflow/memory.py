@@ -11,7 +11,7 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.ratios import made_again
 from horovod_topk.tensorflow.planning import TapeSettings, unwrap
 from horovod_topk.tensorflow.state import OptimizerState
-from horovod_topk.tensorflow.variables import Stores, watched
+from horovod_topk.tensorflow.variables import Kept, Stores
 
 Key = tuple[tuple[object, ...], tuple[int, ...]]  # of settings, and ids of variables
 
@@ -27,19 +27,15 @@ class Memory:
 
     def __init__(self, warnings: Iterable[str] = ()) -> None:
         self._stores, self.warnings = Stores(), [*warnings]
-        self._states: dict[Key, tuple[OptimizerState, list[object]]] = {}
+        self._states = Kept[Key, OptimizerState]()
 
     def __contains__(self, state: OptimizerState) -> bool:
         """Whether a state is still kept here, so that its variables exist."""
-        return any(each is state for each, _ in self._states.values())
+        return any(each is state for each in self._states.values())
 
     def keeps(self, variables: Sequence[Any], settings: TapeSettings) -> bool:
         """Return whether a state exists that covers these variables."""
         return self._find(*_key_of(variables, settings)) is not None
-
-    def forget(self, key: Key) -> None:
-        """Delete a state after one of its variables was deleted."""
-        self._states.pop(key, None)
 
     def state_of(
         self, config: Method, variables: Sequence[Any], settings: TapeSettings
@@ -54,17 +50,16 @@ class Memory:
         if state is None:
             state = OptimizerState(config, variables, settings, self._stores)
             state.warnings = self.warnings
-            watches = [watched(unwrap(variable), self, key) for variable in variables]
-            self._states[key] = state, watches
+            self._states.keep(key, state, variables)
         return state
 
     def _find(self, own: tuple[object, ...], ids: tuple[int, ...]) -> OptimizerState | None:
         """Find the state of these variables, or the first one that has them among others."""
         if (own, ids) in self._states:
-            return self._states[own, ids][0]
+            return self._states[own, ids]
         sharing = (
             state
-            for (theirs, known), (state, _) in self._states.items()
+            for (theirs, known), state in self._states.items()
             if theirs == own and {*ids} <= {*known}
         )
         return next(sharing, None)
@@ -75,12 +70,7 @@ _of_tapes: dict[Method, Memory] = {}
 
 
 def memory_of_tapes(config: Method, variables: Sequence[Any], settings: TapeSettings) -> Memory:
-    """The memory that all tapes of equal settings share.
-
-    Raises:
-        ConfigError: a predicate in the settings was made again and cannot be compared with the
-            earlier one, so that residuals would be lost in each step.
-    """
+    """The memory that all tapes of equal settings share."""
     memory = _of_tapes.get(config)
     if memory is None:
         for other, kept in _of_tapes.items():

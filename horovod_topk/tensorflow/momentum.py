@@ -49,11 +49,6 @@ def fitted_to(optimizer: Any, compressor: BaseCompressor, process_set: Any) -> F
 
     Args:
         optimizer: an optimizer of Keras 3 or tf-keras, within a loss scale or not.
-        compressor: the compressor that the user passed.
-        process_set: the ranks that exchange gradients.
-
-    Raises:
-        ConfigError: the optimizer's momentum would be applied twice.
     """
     optimizer, config = getattr(optimizer, "inner_optimizer", optimizer), compressor.config
     if "follow_lr" in compressor.deferred:
@@ -114,9 +109,6 @@ def check_not_twice(optimizer: Any, config: Method) -> None:
     Args:
         optimizer: an optimizer of Keras 3 or tf-keras, within a loss scale or not; None: not known.
         config: settings with the momentum that is corrected; 0: off.
-
-    Raises:
-        ConfigError: the optimizer has a momentum, or is of a kind that cannot be corrected.
     """
     if optimizer is None or not config.momentum:
         return
@@ -146,9 +138,6 @@ def warn_of_late_momentum(optimizer: Any, fitted: Fitted) -> tuple[str, ...]:
     Args:
         optimizer: an SGD of Keras 3 or tf-keras, within a loss scale or not; None: not known.
         fitted: the settings for it when it was distributed or adapted.
-
-    Returns:
-        The warnings that were given: one or none.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not fitted.had_none or not _number(_present(optimizer, "momentum")):
@@ -166,9 +155,6 @@ def warn_of_late_clipping(optimizer: Any, momentum: float) -> tuple[str, ...]:
     Args:
         optimizer: a distributed optimizer of Keras 3 or tf-keras, within a loss scale or not.
         momentum: the momentum that is corrected; 0: none.
-
-    Returns:
-        The warnings that were given: one or none.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     clips = [name for name in CLIPPING if getattr(optimizer, name, None) is not None]

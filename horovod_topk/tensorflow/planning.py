@@ -43,11 +43,7 @@ def groups_by_id(groups: Any) -> Groups:
 
 
 def unwrap(variable: Any) -> Any:
-    """The tf.Variable behind a variable of Keras 3.
-
-    Raises:
-        UnsupportedOperationError: it is not a variable.
-    """
+    """The tf.Variable behind a variable of Keras 3."""
     inner = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
     if not isinstance(inner, tf.Variable):
         raise UnsupportedOperationError(
@@ -78,11 +74,7 @@ def shapes_of(names: Sequence[str], variables: Sequence[Any]) -> dict[str, list[
 
 
 def spec_of(name: str, gradient: Any, variable: Any) -> TensorSpec:
-    """The core's description of a gradient.
-
-    Raises:
-        ShapeChangedError: the variable has no fixed shape, or the gradient has another shape.
-    """
+    """The core's description of a gradient."""
     shape = variable.shape
     if not shape.is_fully_defined():
         raise ShapeChangedError(

@@ -1,12 +1,4 @@
-"""What an optimizer or a step is refused for, before any state changes.
-
-refuse_xla             a step compiled by XLA, which cannot run Horovod's operations
-check_bears_zeros      an optimizer that makes NaNs of gradients that are mostly zeros
-check_none_left_out    sparse gradients that would get no momentum or no clipping
-refuse_local           variables of tf-keras that would get none
-refuse_unexchanged     an `apply_gradients` of tf-keras on gradients that are not exchanged
-refuse_allocation      sizes of payloads that change, in a graph
-"""
+"""What an optimizer or a step is refused for, before any state changes."""
 
 from __future__ import annotations
 
@@ -20,11 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from horovod_topk.errors import (
-    ConfigError,
-    StepBeforeSynchronizeError,
-    UnsupportedOperationError,
-)
+from horovod_topk.errors import ConfigError, StepBeforeSynchronizeError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method, Rounds
 from horovod_topk.tensorflow.gradients import is_sparse
 from horovod_topk.tensorflow.planning import names_of
@@ -33,11 +21,7 @@ log = logging.getLogger("horovod_topk")
 
 
 def refuse_xla() -> None:
-    """Refuse to exchange gradients in a graph that XLA compiles.
-
-    Raises:
-        UnsupportedOperationError: the graph under construction is one for XLA.
-    """
+    """Refuse to exchange gradients in a graph that XLA compiles."""
     if tf.executing_eagerly():
         return
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
@@ -54,13 +38,7 @@ def check_bears_zeros(make: Callable[[], Any], kind: str, config: Method) -> Non
     The first gradient has one element that is not zero, the second has none. Dense gradients seldom
     have rows and columns of zeros, and sparse ones nearly always do.
 
-    Args:
-        make: makes a copy of the optimizer that exchanges nothing.
-        kind: name of the optimizer's class.
-        config: the compressor's settings.
-
-    Raises:
-        ConfigError: the matrix has a NaN or an infinity afterwards.
+    make: makes a copy of the optimizer that exchanges nothing.
     """
     if isinstance(config, Rounds) or (config.ratio == 1.0 and not config.withheld()):
         return  # every element is sent
@@ -94,13 +72,7 @@ def check_none_left_out(gradients: Sequence[Any], variables: Sequence[Any], conf
     """Refuse a sparse gradient that would get no momentum or no clipping.
 
     Args:
-        gradients: one for each variable.
-        variables: the variables, in the same order.
         config: settings with the corrected momentum, which the optimizer does not apply itself.
-
-    Raises:
-        ConfigError: a gradient is sparse, and there is a momentum or a `clip_norm`; nothing has
-            changed.
     """
     lost = _lost(config)
     sparse = [i for i, gradient in enumerate(gradients) if is_sparse(gradient)]
@@ -115,15 +87,7 @@ def check_none_left_out(gradients: Sequence[Any], variables: Sequence[Any], conf
 
 
 def refuse_local(optimizer: Any, config: Method) -> None:
-    """Have `register_local_var` of an optimizer refuse to drop momentum or clipping.
-
-    Args:
-        optimizer: a distributed optimizer of tf-keras; it does not exchange its local variables.
-        config: settings as for `check_none_left_out`.
-
-    Raises:
-        ConfigError: when a variable is registered; nothing has changed.
-    """
+    """Have `register_local_var` of an optimizer refuse to drop momentum or clipping."""
     lost = _lost(config)
     if not lost:
         return
@@ -178,11 +142,7 @@ class Exchanged:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def check(self, variables: Iterable[Any]) -> None:
-        """Refuse to apply gradients if one of them is not exchanged.
-
-        Raises:
-            StepBeforeSynchronizeError: a gradient is not exchanged, or was applied before.
-        """
+        """Refuse to apply gradients if one of them is not exchanged."""
         for variable in variables:
             exchange = self._of.get(id(variable))
             if exchange is None or (exchange.is_applied and not _is_in(exchange)):
@@ -247,11 +207,7 @@ def _being_traced() -> Iterator[Any]:
 
 
 def refuse_allocation(*, allocates: bool) -> None:
-    """Refuse an allocation of bytes to tensors in a graph, which has fixed sizes of payloads.
-
-    Raises:
-        ConfigError: there would be one.
-    """
+    """Refuse an allocation of bytes to tensors in a graph, which has fixed sizes of payloads."""
     if allocates:
         raise ConfigError(
             "allocation='adaptive' was given in a tf.function, whose graph fixes the sizes of "

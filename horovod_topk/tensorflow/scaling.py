@@ -1,14 +1,7 @@
 """Loss scaling: gradients come multiplied by a scaler's factor, residuals are kept without it.
 
-With a `LossScaleOptimizer` every gradient is multiplied by a scale S that changes (Micikevicius et
-al. 2018, Mixed Precision Training). So that residuals do not depend on S,
-
-    compensate   a = e + g / S
-    decode       g' = S * scale * sum over ranks of decode(p_r)
-
-and Keras divides g' by S, as it does without compression. Both operations are exact where S is a
-power of two, as in Keras. An overflow on any rank becomes a NaN on every rank: all ranks skip the
-step, and no residual changes.
+`horovod_topk.torch_training.preprocessing` has the formulas. An overflow on any rank becomes a NaN
+on every rank: all ranks skip the step, and no residual changes.
 
 With Keras 3, the optimizer of `horovod_topk.tensorflow.keras` divides by the scale. With tf-keras,
 the `LossScaleOptimizer` wraps the distributed optimizer, which finds a dynamic scale among its
@@ -30,11 +23,7 @@ Scale = Callable[[], Any]  # the present scale: a number, a scalar tensor, or No
 
 
 def check_scaler(scaler: Any) -> None:
-    """Refuse an object that is not an optimizer with a loss scale.
-
-    Raises:
-        ConfigError: it is neither Keras 3's nor tf-keras' `LossScaleOptimizer`.
-    """
+    """Refuse an object that is not an optimizer with a loss scale."""
     wanted = ("initial_scale", "inner_optimizer")
     if scaler is None or all(hasattr(scaler, each) for each in wanted):
         return
@@ -58,9 +47,6 @@ class ScaleAround:
     """The scale of the `LossScaleOptimizer` that wraps an optimizer of tf-keras, if one does.
 
     The user may wrap it, or `compile` under the policy "mixed_float16", or `around`.
-
-    Args:
-        optimizer: the distributed optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -68,11 +54,7 @@ class ScaleAround:
         self.fixed: float | None = None  # the scale, if it is known to be constant
 
     def __call__(self) -> Any:
-        """The present scale, or None without one.
-
-        Raises:
-            UnsupportedOperationError: the scale is unknown, or differs between backward passes.
-        """
+        """The present scale, or None without one."""
         optimizer: Any = self._optimizer()
         if not getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False):
             return None
@@ -110,11 +92,7 @@ def is_scaler(optimizer: Any) -> bool:
 
 
 def divided(gradients: Sequence[Any], scale: Any, variables: Sequence[Any]) -> list[Any]:
-    """Divide gradients by the loss scale; sparse gradients and None are returned unchanged.
-
-    Raises:
-        UnsupportedDtypeError: a gradient is float16, and may underflow when it is unscaled.
-    """
+    """Divide gradients by the loss scale; sparse gradients and None are returned unchanged."""
     if scale is None:
         return list(gradients)
     for gradient, variable in zip(gradients, variables, strict=True):

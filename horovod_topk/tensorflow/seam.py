@@ -75,12 +75,7 @@ class Exchange:
     """Exchanges the gradients of one optimizer, or those of a tape, instead of Horovod's function.
 
     Args:
-        compressor: the compressor that the user passed.
-        fitted: its settings for the optimizer.
-        settings: arguments that were passed to Horovod.
         memory: the optimizer's memory; None: for a tape that knows no optimizer.
-        sparse_as_dense: the argument that was passed to Horovod.
-        stock: Horovod's function.
         optimizer: returns the optimizer, or None.
     """
 
@@ -134,11 +129,6 @@ class Exchange:
             grads: one for each variable: a tensor, tf.IndexedSlices (left to Horovod) or None.
             vars: the variables, in the same order.
             use_generic_names: passed to Horovod's function; names here do not depend on it.
-
-        Raises:
-            ConfigError: the optimizer has a momentum that would be applied twice, or a sparse
-                gradient would get no momentum or no clipping.
-            UnsupportedOperationError: the step is compiled by XLA.
         """
         refuse_xla()
         optimizer = self._optimizer()
@@ -194,19 +184,10 @@ class Exchange:
 
 
 class TapeExchange:
-    """Exchanges the gradients of a tape, those of each adapted optimizer by themselves.
-
-    Args:
-        compressor: the compressor that the user passed.
-        settings, sparse_as_dense, stock: as in `Exchange`.
-    """
+    """Exchanges the gradients of a tape, those of each adapted optimizer by themselves."""
 
     def __init__(
-        self,
-        compressor: Compressor,
-        settings: TapeSettings,
-        sparse_as_dense: bool,
-        stock: Function,
+        self, compressor: Compressor, settings: TapeSettings, sparse_as_dense: bool, stock: Function
     ) -> None:
         self.compressor, self._settings = compressor, settings
         self._sparse_as_dense, self._stock = sparse_as_dense, stock
@@ -214,11 +195,7 @@ class TapeExchange:
 
     @property
     def state(self) -> OptimizerState | None:
-        """The state of the last exchange.
-
-        Raises:
-            NotAttachedError: there are several, of as many optimizers.
-        """
+        """The state of the last exchange."""
         if len(self._states) > 1:
             raise NotAttachedError(
                 f"this tape exchanges gradients of {len(self._states)} optimizers",
@@ -273,7 +250,11 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         settings = TapeSettings(reduction_of(asked["op"], hvd), groups, asked["process_set"])
         is_tape, sparse_as_dense = asked["name"] == TAPE, asked["sparse_as_dense"]
         if not is_tape and compressor.grad_scaler is not None:
-            _refuse_scaler()
+            raise ConfigError(
+                "grad_scaler= was given to a distributed optimizer, which finds its loss scale by "
+                "itself",
+                cure="Leave it out; it is for DistributedGradientTape",
+            )
         asked |= {"compression": hvd.Compression.none, "groups": None}
         stock = original(*bound.args, **bound.kwargs)
         if is_tape:
@@ -285,12 +266,7 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
 
 
 def _meeting_others(stock: Function, asked: Mapping[str, Any]) -> Function:
-    """Have ranks whose gradients Horovod exchanges meet those that compress, before the first step.
-
-    Args:
-        stock: Horovod's function.
-        asked: the arguments that it was made with.
-    """
+    """Have ranks with dense gradients meet those that compress, before the first step."""
     ranks = asked.get("process_set", hvd.global_process_set)
     if elastic() or not ranks.included() or ranks.size() == 1:
         return stock
@@ -335,13 +311,6 @@ def _fitted(compression: Any) -> Fitted | None:
     if compressor is None:
         return None
     return Fitted(compressor, compressor.config)
-
-
-def _refuse_scaler() -> None:
-    raise ConfigError(
-        "grad_scaler= was given to a distributed optimizer, which finds its loss scale by itself",
-        cure="Leave it out; it is for DistributedGradientTape",
-    )
 
 
 def _wrap_create_distributed_optimizer(original: Function) -> Function:

@@ -60,11 +60,7 @@ class OptimizerState(Attached[VariableState]):
     framework = "tensorflow"
 
     def __init__(
-        self,
-        config: Method,
-        variables: Sequence[Any],
-        settings: TapeSettings,
-        stores: Stores,
+        self, config: Method, variables: Sequence[Any], settings: TapeSettings, stores: Stores
     ) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise UnsupportedOperationError(
@@ -224,12 +220,7 @@ class OptimizerState(Attached[VariableState]):
         return cached
 
     def _make_plan(self, specs: Specs, variables: Sequence[Any]) -> CachedPlan:
-        """Make a new plan, on which all ranks agree.
-
-        Raises:
-            PlanMismatchError: ranks disagree on what they exchange.
-            StateDictError: the loaded state dict does not fit.
-        """
+        """Make a new plan, on which all ranks agree."""
         plan = plan_of(specs, variables, self._config, self._settings, self._names)
         prefix = self._config.name or f"topkef.{plan.digest.hex()}"
         live = (each for state in live_states() for each in state._plans.values())

@@ -33,7 +33,7 @@ from horovod_topk.tensorflow.collective import GraphTimer
 from horovod_topk.tensorflow.learning_rates import StepRates, VariableRates
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
-from horovod_topk.tensorflow.variables import StateVariables, Stores, VariablePiece, apart
+from horovod_topk.tensorflow.variables import StateVariables, Stores, VariablePiece, own_variable
 from horovod_topk.updates import formulas
 from horovod_topk.updates.tensorflow import Codes, UpdateInputs
 from horovod_topk.updates.tracker import (
@@ -112,16 +112,7 @@ class Tensors:
 
 
 class VariableState(Tensors, State[Array]):
-    """`State` of one list of variables, whose state variables are made with each plan.
-
-    Args:
-        config: the method's settings.
-        reduction: "average" or "sum" over ranks.
-        variables: all of the model's, by name.
-        stores: state variables by model variable.
-        collective: collectives of the ranks that exchange.
-        update_rule: the rule of the optimizer's update, if it depends on exchanges.
-    """
+    """`State` of one list of variables, whose state variables are made with each plan."""
 
     rates: VariableRates | None
 
@@ -156,9 +147,11 @@ class VariableState(Tensors, State[Array]):
             rows = stores.rates.of([*variables.values()])
             self.rates = VariableRates(self._fall, dict(zip(variables, rows, strict=True)))
         self.last_squares = Squares()
-        self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
+        sends = set(HOST) & set(config.needed_measures)
+        self._numbers = own_variable([0.0] * len(HOST)) if sends else None
         # SGD's cut, one for each of `names`, and what the update does to codes.
-        self._cuts, self._codes = apart(_of_update, len(names))
+        self._cuts = own_variable([0.0] * len(names), dtype=tf.float64)
+        self._codes = own_variable(Codes.FOLLOW, dtype=tf.int32)
         self._row = {name: row for row, name in enumerate(names)}
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
@@ -188,10 +181,6 @@ class VariableState(Tensors, State[Array]):
         """Make state variables for the tensors of a plan, and load their part of a state dict.
 
         variables: the model's variables, by tensor name.
-
-        Raises:
-            ShapeChangedError, UnsupportedDtypeError: a tensor's state variables do not fit it.
-            StateDictError: the loaded state dict does not fit.
         """
         if self.exchange is None:
             self._choose_exchange(plan)
@@ -341,12 +330,6 @@ class VariableState(Tensors, State[Array]):
         places = [[self._row[name]] for name in names]
         self._cuts.scatter_nd_update(places, loses * formulas.cut_of(decays))
 
-    def _renew_numbers(self) -> None:
-        """Set the measures of the next step after a state was loaded."""
-        if self._numbers is not None:
-            known = {VERDICT: self.guard.memory.sent}
-            self._numbers.assign([known.get(name, 0.0) for name in HOST])
-
     def rates_at(self, plan: Plan, rate: Any) -> StepRates | None:
         """Return the learning rates of a step in a graph; None if residuals do not follow them.
 
@@ -359,7 +342,9 @@ class VariableState(Tensors, State[Array]):
         """`State._watch_on`, for graphs too."""
         super()._watch_on(saved, own=own)
         self.schedule_in_graphs.enter(int(self.guard.memory.stage))
-        self._renew_numbers()
+        if self._numbers is not None:  # the measures of the next step
+            known = {VERDICT: self.guard.memory.sent}
+            self._numbers.assign([known.get(name, 0.0) for name in HOST])
 
     def _choose_exchange(self, plan: Plan) -> None:
         """Choose the exchange together with all ranks."""
@@ -410,11 +395,7 @@ class VariableState(Tensors, State[Array]):
 
 
 def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
-    """This rank, for the random numbers of a graph.
-
-    Raises:
-        ConfigError: the job is elastic, and ranks are numbered anew while graphs stay.
-    """
+    """This rank, for the random numbers of a graph."""
     if elastic():
         raise ConfigError(
             f"{type(config).__name__} draws random numbers by the rank that a graph was built on, "
@@ -423,14 +404,3 @@ def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
             "or RandomK, or run without --min-np and --max-np",
         )
     return collective.rank
-
-
-def _of_update(count: int) -> tuple[Any, Any]:
-    with tf.device("cpu"):
-        cuts = tf.Variable(tf.zeros([count], tf.float64), trainable=False)
-        return cuts, tf.Variable(Codes.FOLLOW, trainable=False, dtype=tf.int32)
-
-
-def _of_host() -> Any:
-    with tf.device("cpu"):
-        return tf.Variable(tf.zeros([len(HOST)]), trainable=False)

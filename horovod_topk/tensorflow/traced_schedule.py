@@ -20,15 +20,11 @@ from horovod_topk.core.plan.facts import PRIME, START, pack, with_ratio
 from horovod_topk.core.plan.payload import FACTS_BYTES
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
-from horovod_topk.tensorflow.variables import apart
+from horovod_topk.tensorflow.variables import own_variable
 
 
 class TracedSchedule:
-    """`core.control.schedule.Counter` in variables, which choose the branch of a graph.
-
-    Args:
-        config: the settings, equal on all ranks.
-    """
+    """`core.control.schedule.Counter` in variables, which choose the branch of a graph."""
 
     def __init__(self, config: Method) -> None:
         self._config, self._schedule = config, Schedule(config)
@@ -36,8 +32,10 @@ class TracedSchedule:
         dynamic = may_change or self._schedule.decides
         self._in_traces = dynamic  # whether traces have all levels
         self._one_traced = False  # whether a trace has only one level
-        self._committed, self._asked, self._decided, self._stage = apart(_variables)
-        self._lineage = apart(_start)
+        self._committed = own_variable(0, dtype=tf.int64)
+        self._asked, self._decided = (own_variable(-1, dtype=tf.int32) for _ in range(2))  # levels
+        self._stage = own_variable(guard.COMPRESSING, dtype=tf.int32)
+        self._lineage = own_variable(START, dtype=tf.int64)
         self._decision: Decision = ()
 
     @property
@@ -107,10 +105,7 @@ class TracedSchedule:
     def facts(self, ratio: float, rate: Any, allocated: int) -> Any:
         """Facts of a step in a graph, [4] uint8; see `core.plan.facts`.
 
-        Args:
-            ratio: the ratio of the step.
-            rate: the learning rate, [] float64, or None.
-            allocated: digest of the allocation that the graph is built for.
+        allocated: digest of the allocation that the graph is built for.
         """
         rates = 0 if rate is None else tf.bitcast(rate, tf.int64) % PRIME
         asked = tf.cast(self._asked.read_value(), tf.int64)
@@ -159,17 +154,3 @@ def _where(condition: Any, this: Any, other: Any) -> Any:
     if isinstance(condition, bool):
         return chosen(condition, this, other)
     return tf.where(condition, this, other)
-
-
-def _start() -> Any:
-    """Create the variable of `TracedSchedule.lineage`."""
-    with tf.device("cpu"):
-        return tf.Variable(START, False, dtype=tf.int64)
-
-
-def _variables() -> tuple[Any, Any, Any, Any]:
-    """Create variables: committed steps; the user's and the schedule's level or -1; the stage."""
-    with tf.device("cpu"):
-        asked, decided = (tf.Variable(-1, False, dtype=tf.int32) for _ in range(2))
-        stage = tf.Variable(guard.COMPRESSING, False, dtype=tf.int32)
-        return tf.Variable(0, False, dtype=tf.int64), asked, decided, stage

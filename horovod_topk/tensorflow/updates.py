@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from horovod_topk.core.run.optimizers import kind_of, warn_of_unknown
 from horovod_topk.errors import ConfigError
-from horovod_topk.tensorflow.adafactor import Floored
 from horovod_topk.tensorflow.gradients import is_sparse
 from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.own_steps import OwnStep
@@ -43,11 +42,7 @@ class Updates:
     )  # state of the exchange of each variable, by its id
 
     def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> list[str]:
-        """Leave updates as they are if a variable is narrower than float32.
-
-        Returns:
-            The warnings that were given: one or none.
-        """
+        """Leave updates as they are if a variable is narrower than float32."""
         for inner in map(unwrap, variables) if self.is_on else ():
             if inner.dtype not in (tf.float32, tf.float64):
                 self.is_on, kind = False, kind_of(optimizer)
@@ -130,17 +125,31 @@ class Updates:
         return state
 
 
+class _Floored:
+    """Mixin for Keras 3's Adafactor whose mean square is never below the smallest normal number.
+
+    Adafactor divides by the root of (row mean x column mean / mean) of g^2 + 1e-30. Where a row and
+    a column have no gradient, that is 0 in float32, and 0 / 0 a NaN, which its clipping by the root
+    mean square then writes to the whole matrix. PyTorch's Adafactor has a floor of its own.
+    """
+
+    def assign(self, variable: Any, value: Any) -> None:
+        """As the base class, with a floor for mean squares."""
+        this: Any = self
+        base: Any = super()
+        if any(variable is each for each in this._v):
+            smallest = 2.0**-14 if variable.dtype == "float16" else 2.0**-126
+            value = tf.maximum(value, smallest)
+        base.assign(variable, value)
+
+
 class _Adapted:
     """Mixin for a Keras 3 optimizer whose updates depend on how often elements arrive."""
 
     _topkef_updates: Updates
 
     def _check_variables_are_known(self, variables: Any) -> None:
-        """As the base class, with the cure: a tape may have built it for the first ones it saw.
-
-        Raises:
-            ConfigError: the optimizer was built for other variables.
-        """
+        """As the base class, with the cure: a tape may have built it for the first ones it saw."""
         base: Any = super()
         for variable in variables:
             try:
@@ -175,7 +184,7 @@ def own_class(optimizer: Any, updates: Updates | None) -> Any:
     base = type(optimizer)
     members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
     is_adafactor = any(each.__name__ == "Adafactor" for each in base.__mro__)
-    bases = (Floored, base) if is_adafactor else (base,)
+    bases = (_Floored, base) if is_adafactor else (base,)
     if updates is not None:
         return type(base.__name__, (_Adapted, *bases), members | {"_topkef_updates": updates})
     return type(base.__name__, bases, members) if is_adafactor else base

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -17,30 +18,32 @@ from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.tensorflow.planning import unwrap
 
 Row = tuple[Any, int]  # a tf.Variable, and the number of its row
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
-class Forgets(Protocol):
-    """An object that keeps data for variables until it is told to forget them."""
+class Kept(dict[Key, Value]):
+    """Values by key, each of which is deleted with the first of its variables.
 
-    def forget(self, key: Any) -> None:
-        """Delete the data of a key."""
-        ...
-
-
-def watched(variable: Any, owner: Forgets, key: object) -> object:
-    """Have `owner` forget a key when a variable is deleted, as long as the result is kept.
-
-    Neither keeps the other alive: the data that an optimizer keeps is deleted with the optimizer,
-    also where its model exists longer and gets another optimizer.
+    Variables do not keep it alive: what an optimizer keeps is deleted with the optimizer, also
+    where its model exists longer and gets another optimizer.
     """
-    this = weakref.ref(owner)
 
-    def forget(_: object) -> None:
-        living = this()
-        if living is not None:
-            living.forget(key)
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches: dict[Key, list[object]] = {}
 
-    return weakref.ref(variable, forget)
+    def keep(self, key: Key, value: Value, variables: Iterable[Any]) -> None:
+        """Keep a value as long as all of these variables exist."""
+        this = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            if (living := this()) is not None:
+                living.pop(key, None)
+                living._watches.pop(key, None)
+
+        self[key] = value
+        self._watches[key] = [weakref.ref(unwrap(each), forget) for each in variables]
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,6 @@ class VariablePiece:
 class _Entry:
     pieces: Sequence[VariablePiece]
     order: object
-    watch: object  # the result of `watched`
     load: int = 0  # number of the last load that the stretches have taken on; 0: of none
 
 
@@ -105,11 +107,7 @@ class StateVariables:
     """
 
     def __init__(self) -> None:
-        self._of: dict[int, _Entry] = {}
-
-    def forget(self, key: int) -> None:
-        """Delete the stretches of a variable that was deleted."""
-        self._of.pop(key, None)
+        self._of = Kept[int, _Entry]()
 
     def has(self, variable: Any) -> bool:
         """Whether there are stretches for a model variable."""
@@ -132,10 +130,7 @@ class StateVariables:
         return new
 
     def of(
-        self,
-        variables: Sequence[Any],
-        holders: Sequence[BucketPlan],
-        orders: Sequence[object] = (),
+        self, variables: Sequence[Any], holders: Sequence[BucketPlan], orders: Sequence[object] = ()
     ) -> list[Sequence[VariablePiece]]:
         """The stretches of each model variable, zeros at first, one for each holder.
 
@@ -143,22 +138,21 @@ class StateVariables:
             variables: the model's variables, one for each tensor of a bucket.
             holders: plans of the bucket that together hold the tensors, whole or in shards.
             orders: identify how each tensor is split into shards, and the reduction.
-
-        Raises:
-            ShapeChangedError: earlier gradients had another precision, or other shards.
         """
         inner = list(map(unwrap, variables))
         each: Sequence[object] = orders or [None] * len(inner)
         new = [at for at, variable in enumerate(inner) if id(variable) not in self._of]
-        made: list[Any] = [apart(_zeros, each, inner[0].device) for each in holders if new]
+        made = list[Any]()
+        for plan in holders if new else ():
+            zeros = partial(tf.zeros, [plan.numel], plan.residual_dtype)
+            made.append(own_variable(zeros, inner[0].device, name="topkef_residual"))
         for at in new:
             variable, pieces = inner[at], list[VariablePiece]()
             for holder, array in zip(holders, made, strict=True):
                 tensor = holder.tensors[at]
                 place = tensor.start, tensor.numel, holder.parts, tensor.first
                 pieces.append(VariablePiece(array, *place))
-            watch = watched(variable, self, id(variable))
-            self._of[id(variable)] = _Entry(pieces, each[at], watch)
+            self._of.keep(id(variable), _Entry(pieces, each[at]), [variable])
         found = [self._of[id(variable)] for variable in inner]
         for at, entry in enumerate(found):
             self._check(entry, each[at], [holder.tensors[at].spec for holder in holders])
@@ -191,20 +185,16 @@ class RateVariables:
     """
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Row, object]] = {}
-
-    def forget(self, key: int) -> None:
-        """Delete the row of a variable that was deleted."""
-        self._of.pop(key, None)
+        self._of = Kept[int, Row]()
 
     def of(self, variables: Sequence[Any]) -> list[Row]:
         """The rows of some model variables; rows that are made together share a variable."""
         inner = list(map(unwrap, variables))
         new = {id(variable): variable for variable in inner if id(variable) not in self._of}
-        made = apart(_pairs, len(new)) if new else None
+        made = own_variable(lambda: tf.zeros([len(new), 2], tf.float64)) if new else None
         for at, (key, variable) in enumerate(new.items()):
-            self._of[key] = (made, at), watched(variable, self, key)
-        return [self._of[id(variable)][0] for variable in inner]
+            self._of.keep(key, (made, at), [variable])
+        return [self._of[id(variable)] for variable in inner]
 
 
 @dataclass(frozen=True)
@@ -220,21 +210,18 @@ class Stores:
     )
 
 
-def _zeros(plan: BucketPlan, device: str) -> Any:
-    with tf.device(device):
-        zeros = tf.zeros([plan.numel], plan.residual_dtype)
-        return tf.Variable(zeros, trainable=False, name="topkef_residual")
-
-
-def _pairs(count: int) -> Any:
-    with tf.device("cpu"):
-        return tf.Variable(tf.zeros([count, 2], tf.float64), trainable=False)
-
-
-def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a thread of its own, where no graph is being built.
+def own_variable(initial: Any, device: str = "cpu", **settings: Any) -> Any:
+    """Make a variable that is not trained, in a thread of its own, where no graph is being built.
 
     If variables are made while a tf.function is traced, TensorFlow traces it once more.
+
+    initial: its value, or a function that returns it; settings: of tf.Variable.
     """
+
+    def make() -> Any:
+        with tf.device(device):
+            value = initial() if callable(initial) else initial
+            return tf.Variable(value, trainable=False, **settings)
+
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function, *arguments).result()
+        return thread.submit(make).result()

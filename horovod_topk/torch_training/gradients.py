@@ -172,10 +172,7 @@ class Slot:
         return gradient._version - exchanged.version
 
     def check_not_exchanged(self, cure: str = ACCUMULATE) -> None:
-        """Refuse to send an exchanged gradient again: its residual would count it twice.
-
-        cure: how the adapter accumulates gradients.
-        """
+        """Refuse to send an exchanged gradient again: its residual would count it twice."""
         if self.waits():
             raise RepeatedSynchronizeError(
                 "its gradient was exchanged already and not stepped on or cleared since",
@@ -311,10 +308,7 @@ class Buckets:
         return next((slot.spec.name for slot in changed), None)
 
     def check_late(self, sent: Collection[int]) -> None:
-        """Check all late gradients before any is sent, as ranks visit them in different orders.
-
-        sent: ordinals of the buckets that were sent already.
-        """
+        """Check all late gradients before any is sent, as ranks visit them in different orders."""
         for slot in self.slots.values():
             if slot.ordinal in sent:
                 continue

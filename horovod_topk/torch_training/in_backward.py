@@ -315,10 +315,7 @@ class BackwardHooks(steps.Hooks):
 
 
 def check_optimizers(optimizers: Sequence[Any], names: Mapping[Tensor, str]) -> None:
-    """Refuse optimizers whose parameters are not the model's trained parameters, each once.
-
-    names: name of each parameter that the model trains.
-    """
+    """Refuse optimizers whose parameters are not the model's trained parameters, each once."""
     stepped: dict[Tensor, Any] = {}
     for optimizer in optimizers:
         for p in (p for group in optimizer.param_groups for p in group["params"]):

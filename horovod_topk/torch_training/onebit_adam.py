@@ -151,10 +151,7 @@ class OneBitAdam(Optimizer):
     # Called by the exchange of gradients.
 
     def exchange_settings(self, config: Method, names: Mapping[Tensor, str]) -> Method:
-        """Return the settings for exchanging the momentum: dense in the first steps.
-
-        names: name of each parameter, for messages.
-        """
+        """Return the settings for exchanging the momentum: dense in the first steps."""
         name, freeze_after, self._names = type(config).__name__, self._freeze_after, names
         if not config.error_feedback:
             raise ConfigError(
@@ -174,10 +171,7 @@ class OneBitAdam(Optimizer):
         return config
 
     def begin_exchange(self, committed: int, ratio: float) -> None:
-        """Begin a step, before its first bucket is exchanged.
-
-        committed: number of committed steps before it, equal on all ranks.
-        """
+        """Begin a step, before its first bucket is exchanged."""
         self._taken = committed
         if not self._is_frozen and ratio < 1.0:
             raise ConfigError(

@@ -156,8 +156,6 @@ def frozen(held: Callable[[], Any], names: Mapping[Any, str]) -> set[str]:
     """Names of the parameters that an optimizer's steps do not move now.
 
     Their learning rate is 0, or they need no gradient any more.
-
-    held: returns the optimizer, or None if it was deleted.
     """
     if (optimizer := held()) is None:
         return set()
@@ -197,8 +195,6 @@ def fit_settings(
     """Fill in the settings that depend on the optimizer, and on how its steps are adapted.
 
     Warn about an optimizer whose steps do not take into account that gradients arrive late.
-
-    deferred: names of the settings that are left to the compressor.
     """
     config, rule, warnings = fit_momentum(optimizer, config, deferred)
     config = guarded(config, deferred)

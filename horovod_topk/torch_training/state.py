@@ -180,10 +180,7 @@ class TrainingState(Attached[StepRunner[Tensor]], abc.ABC):
         config: Method,
         gradients: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
-        """Apply momentum and clipping to an optimizer that exchanges nothing.
-
-        gradients: passed to `clip_alone`.
-        """
+        """Apply momentum and clipping to an optimizer that exchanges nothing."""
         momentum, nesterov = config.momentum, config.nesterov
         self._other_handles.append(settings.hand_over(optimizer, momentum, nesterov=nesterov))
         if config.clip_norm is not None:
@@ -249,10 +246,7 @@ def inherit(before: Sequence[StepRunner[Tensor]], new: Sequence[StepRunner[Tenso
 def _agreed_name(
     plan: Plan, collective: Timed[Tensor], beside: Sequence[Hooks], **agreed: Any
 ) -> tuple[str, int]:
-    """Agree with all ranks on a plan and its optimizer's number, and return its name.
-
-    agreed: passed to `agree`.
-    """
+    """Agree with all ranks on a plan and its optimizer's number, and return its name."""
     prefix = plan.config.name or f"topkef.{plan.digest.hex()}"
     names = [hooks.name for state in live_states() for hooks in state._each]
     names += [hooks.name for hooks in beside]

@@ -344,10 +344,7 @@ def takes_back(optimizer: Any) -> bool:
 def check_all_are_known(
     optimizer: Any, known: Container[Any], names: Callable[[], Mapping[Any, str]]
 ) -> None:
-    """Refuse gradients of parameters that were not trained when the exchange was planned.
-
-    known: ids of the parameters whose gradients are exchanged.
-    """
+    """Refuse gradients of parameters that were not trained when the exchange was planned."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad and p.grad is not None and id(p) not in known:

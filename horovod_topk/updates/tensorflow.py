@@ -63,20 +63,16 @@ class VariableStretch(Protocol):
     @property
     def variable(self) -> Any:
         """The variable."""
-        ...
 
     @property
     def start(self) -> int:
         """Its first element."""
-        ...
 
     def value(self) -> Any:
         """Read it."""
-        ...
 
     def assign(self, value: Any) -> None:
         """Replace it."""
-        ...
 
 
 @dataclass(frozen=True)

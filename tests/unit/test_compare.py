@@ -18,7 +18,7 @@ pytest.importorskip("tqdm")
 import compare_truth
 from horovod_topk import cli, reporting
 from horovod_topk.cli.compare import session
-from horovod_topk.cli.compare.curves import Metric, at_step, at_time, steps_to, time_to
+from horovod_topk.cli.compare.curves import Metric, at_step, at_time, reach
 from horovod_topk.cli.compare.records import (
     DIVERGED,
     DONE,
@@ -46,10 +46,9 @@ def test_curves_are_straight_between_reports() -> None:
     assert at_step(CURVE, 15) == 2.5
     assert at_step(CURVE, 41) is None
     assert (at_time(CURVE, 3.5), at_time(CURVE, 99), at_time(CURVE, 0.1)) == (1.75, 1.0, 3.0)
-    assert time_to(CURVE, 2.25, CUT) == 1.75
-    assert steps_to(CURVE, 2.25, CUT) == 17.5
-    assert time_to(CURVE, 0.9, CUT) is None
-    assert time_to(CURVE, 2.9, ACCURACY) == 1.0
+    assert reach(CURVE, 2.25, CUT) == (17.5, 1.75)
+    assert reach(CURVE, 0.9, CUT) is None
+    assert reach(CURVE, 2.9, ACCURACY) == (10.0, 1.0)
     assert at_step([(5, 1.0, 0.5)], 5) == 0.5
 
 

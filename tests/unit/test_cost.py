@@ -17,7 +17,7 @@ from horovod_topk.core.plan import shards
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost import machine as machines
-from horovod_topk.cost import owners, powersgd
+from horovod_topk.cost import owners
 from horovod_topk.cost.collective_cost import HEADERS, CollectiveCost, ring_allreduce
 from horovod_topk.cost.crossover import Span, faster, written
 from horovod_topk.cost.fit import Sample, fit, least_squares
@@ -204,12 +204,12 @@ def test_other_methods_by_hand() -> None:
 
 def test_powersgd_by_hand() -> None:
     """Rank 2 of 100 x 60 (as 100 x 6 x 10): P and Q are 320 numbers; 5 x 5 and 7 travel whole."""
-    found = powersgd.amounts([(100, 6, 10), (5, 5), (7,), ()], rank=2)
-    assert found.elements == 2 * 160 + 25 + 7 + 1
-    assert found.multiplied == 3 * 6000 * 2 + 100 * 4
-    strategy = low_rank([TensorSpec("w", (100, 60), "float32")], nodes_of(2, 1), 2)
-    assert strategy.sent_bytes == 4 * 320
-    assert strategy.pieces[0].collective.collectives == 3
+    shapes = [(100, 6, 10), (5, 5), (7,), ()]
+    specs = [TensorSpec(str(at), shape, "float32") for at, shape in enumerate(shapes)]
+    (piece,) = low_rank(specs, nodes_of(2, 1), 2).pieces
+    assert piece.collective.sent_bytes == 4 * (2 * 160 + 25 + 7 + 1)
+    assert piece.before.multiplied == 3 * 6000 * 2 + 100 * 4
+    assert piece.collective.collectives == 3
 
 
 # Steps

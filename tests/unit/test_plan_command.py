@@ -15,7 +15,7 @@ import pytest
 from horovod_topk import cli
 from horovod_topk.cli import frameworks
 from horovod_topk.cli.options import Parser, add, joined
-from horovod_topk.cli.plan import arguments, kernels, measure
+from horovod_topk.cli.plan import kernels, measure
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.strategies import Multiples
@@ -150,8 +150,8 @@ def test_constants_stay_when_their_file_cannot_be_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As where a disk is full when minutes of measuring are over."""
-    place = arguments.Place(machines.read(machines.REFERENCE), Nodes(((0,), (1,))))
-    monkeypatch.setattr(measure, "measure", lambda asked: place)
+    found = machines.read(machines.REFERENCE), Nodes(((0,), (1,)))
+    monkeypatch.setattr(measure, "measure", lambda asked: found)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -17,12 +17,13 @@ def drawn(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_samples_are_those_of_blocks(dtype: torch.dtype) -> None:
-    tensors, samples = drawn(dtype), lists.Samples()
+    tensors = drawn(dtype)
     tensors[0] = tensors[0].t()
     picks = [(3, 1, 3), (1, 0, 1), (1, 0, 1), (4, 3, 1), (1, 0, 3), (2, 1, 5)]
     expected = TorchOps().blocks(tensors, picks, "float32")
-    for _ in range(2):
-        assert torch.equal(samples.take(tensors, picks).float(), expected)
+    sizes = [tensor.numel() for tensor in tensors]
+    index = lists.sample_index(sizes, picks, torch.device("cpu"))
+    assert torch.equal(lists.flat(tensors)[index].float(), expected)
 
 
 def test_factors_are_those_of_limit() -> None:

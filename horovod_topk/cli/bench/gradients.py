@@ -46,7 +46,6 @@ class GivenGradients(nn.Module):
     """A module whose parameters share memory with those of other runners.
 
     Args:
-        seed: seed for drawing gradients; the same for all runners of a rank.
         idle: number of additional parameters without a gradient, spread evenly among the others.
     """
 

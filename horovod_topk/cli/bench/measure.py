@@ -81,10 +81,7 @@ def timed(ranks: Ranks, runner: Runner) -> Cost:
 
 
 def taken(ranks: Ranks, own: Sequence[Cost], octets: float) -> Taken:
-    """Combine the measurements of all ranks.
-
-    octets: bytes of a step, NaN if they were not counted.
-    """
+    """Combine the measurements of all ranks."""
     seconds = most(ranks, [cost.seconds for cost in own])
     return Taken(seconds, mean(ranks, [cost.cpu for cost in own]), _mean_of_hosts(ranks, octets))
 

@@ -47,13 +47,7 @@ WORDS = {  # words of a shorthand such as topk-int8-sharded; `auto` would be amb
     **{value: "indices" for value in INDICES if value != "auto"},
 }
 # Settings that do not change the steps that are timed, which are SGD's.
-UNFIT = (
-    "name",
-    "warmup",
-    "schedule",
-    "guard",
-    "follow_lr",
-)
+UNFIT = ("name", "warmup", "schedule", "guard", "follow_lr")
 SETTINGS = tuple(name for name in settings_of(TopK) if name not in UNFIT)
 PREFIXES: Mapping[str, Mapping[str, Any]] = {  # of a compressor, and what they change
     "ddp+": {"adapter": "ddp"},

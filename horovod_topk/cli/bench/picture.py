@@ -30,7 +30,8 @@ def _fill(axes: Axes, runs: Sequence[Result]) -> None:
         style: dict[str, Any] = {"linestyle": "--" if name in {*KINDS} - {TOPK} else "-"}
         errors = [low, high]
         axes.errorbar(places, heights, yerr=errors, marker="o", capsize=2, label=name, **style)
-    axes.set_xticks(range(len(runs)), [_label(run) for run in runs])
+    labels = [quantities.rate(run["rate"]) if run["rate"] else "not said" for run in runs]
+    axes.set_xticks(range(len(runs)), labels)
     if axes.has_data():  # else no exchange took longer than a step without one
         axes.set_yscale("log")
     axes.set_xlabel("link of each host")
@@ -52,10 +53,6 @@ def check_comparable(results: Iterable[Mapping[str, Any]]) -> None:
             f"one picture of runs that differ in more than bandwidth: {sorted(map(str, kinds))}. "
             "Draw those of one model, number of ranks and --compute"
         )
-
-
-def _label(run: Result) -> str:
-    return quantities.rate(run["rate"]) if run["rate"] else "not said"
 
 
 def _line(

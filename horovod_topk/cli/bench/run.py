@@ -54,13 +54,7 @@ def main(
     methods: Sequence[Method],
     beside: Sequence[Result] = (),
 ) -> int:
-    """Measure, on every rank; return the exit status.
-
-    Raises:
-        ValueError: no launcher has started it, there are too few ranks, their network card is not
-            known, a script cannot be timed with a method, a file cannot be written, or results of
-            --beside cannot be compared.
-    """
+    """Measure, on every rank; return the exit status."""
     if by_torchrun():
         methods = [over_ddp(method) for method in methods]
         if args.script is not None:

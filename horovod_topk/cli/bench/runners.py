@@ -59,11 +59,7 @@ class Runner:
 
 
 def build(
-    method: Method,
-    model: GivenGradients,
-    ordinal: int,
-    optimizer: str | None = SGD,
-    nodes: int = 2,
+    method: Method, model: GivenGradients, ordinal: int, optimizer: str | None = SGD, nodes: int = 2
 ) -> Runner:
     """Make the runner of a method.
 

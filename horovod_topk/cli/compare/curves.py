@@ -51,25 +51,16 @@ def at_time(curve: Curve, seconds: float) -> float | None:
     return _interpolated([(t, value) for _, t, value in curve], seconds)
 
 
-def time_to(curve: Curve, target: float, metric: Metric) -> float | None:
-    """Seconds until a curve first is as good as a target; None: it never is."""
-    return _first(curve, target, metric, 1)
-
-
-def steps_to(curve: Curve, target: float, metric: Metric) -> float | None:
-    """Steps until a curve first is as good as a target; None: it never is."""
-    return _first(curve, target, metric, 0)
-
-
-def _first(curve: Curve, target: float, metric: Metric, axis: int) -> float | None:
+def reach(curve: Curve, target: float, metric: Metric) -> tuple[float, float] | None:
+    """Steps and seconds until a curve first is as good as a target; None: it never is."""
     before: tuple[int, float, float] | None = None
-    for point in curve:
-        if metric.reached(point[2], target):
-            if before is None or point[2] == before[2]:
-                return float(point[axis])
-            share = (target - before[2]) / (point[2] - before[2])
-            return before[axis] + share * (point[axis] - before[axis])
-        before = point
+    for step, seconds, value in curve:
+        if metric.reached(value, target):
+            if before is None or value == before[2]:
+                return float(step), seconds
+            share = (target - before[2]) / (value - before[2])
+            return before[0] + share * (step - before[0]), before[1] + share * (seconds - before[1])
+        before = step, seconds, value
     return None
 
 

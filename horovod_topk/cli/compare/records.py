@@ -87,11 +87,7 @@ class Record:
 
 
 class Store:
-    """The records of a comparison: a folder with a file for each, or one file of JSON lines.
-
-    Args:
-        path: the folder, created when first needed; or the file, which ends in .jsonl.
-    """
+    """The records of a comparison: a folder with a file for each, or one file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_file = path, path.suffix == ".jsonl"

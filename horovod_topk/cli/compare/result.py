@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod_topk.cli.compare.curves import Curve, Metric, at_time, steps_to, time_to
+from horovod_topk.cli.compare.curves import Metric, at_time, reach
 from horovod_topk.cli.compare.records import DONE, Record
 from horovod_topk.cli.compare.settings import CompareSettings, metric_of
 from horovod_topk.cli.compare.verdict import Runs, Verdict, judge, overall
@@ -86,9 +86,10 @@ def _row(
     curves = {seed: run.curve(metric.name) for seed, run in good.items()}
     size = _bytes(settings.rows[name], list(good.values()), dense)
     targets = {seed: _target(settings, baselines, seed, metric) for seed in good}
-    reached = [_reached(curves[seed], targets[seed], metric) for seed in good]
-    times = [each[0] for each in reached if each is not None]
-    sent = [each[1] for each in reached if each is not None]
+    pairs = [(curves[seed], targets[seed]) for seed in good]
+    reached = [None if t is None else reach(curve, t, metric) for curve, t in pairs]
+    steps = [each[0] for each in reached if each is not None]
+    times = [each[1] for each in reached if each is not None]
     complete = bool(reached) and len(times) == len(reached)
     return Row(
         name,
@@ -100,18 +101,10 @@ def _row(
         _mean([run.waited for run in good.values()]),
         size,
         _mean(times) if complete and not settings.simulated else None,
-        size * statistics.fmean(sent) if complete and size else None,
+        size * statistics.fmean(steps) if complete and size else None,
         max((run.peak_memory for run in good.values() if run.peak_memory), default=None),
         verdict,
     )
-
-
-def _reached(curve: Curve, target: float | None, metric: Metric) -> tuple[float, float] | None:
-    """Seconds and steps to a target; None: it is not reached."""
-    if target is None:
-        return None
-    seconds, steps = time_to(curve, target, metric), steps_to(curve, target, metric)
-    return None if seconds is None or steps is None else (seconds, steps)
 
 
 def _target(

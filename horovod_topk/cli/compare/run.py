@@ -144,10 +144,7 @@ def record_of(
     written: Sequence[Event],
     printed: Sequence[Event],
 ) -> Record:
-    """The record of a run that has ended.
-
-    written: events that rank 0 has written; printed: reports for want of written ones.
-    """
+    """The record of a run that has ended."""
     begun, reports = _begun(written), _reports(written, printed)
     problem = ended.problem(settings.limit_seconds)
     status = LATE if ended.late else FAILED if problem else DONE

@@ -15,10 +15,12 @@ DASH = "-"
 
 def table(found: Found) -> str:
     """The figures, the differences to dense, and the verdicts."""
+    name = found.metric.name
+    head = "better than dense by", "beside", f"{name}, same step", f"{name}, same time", "sooner"
     parts = [
         heading(found),
         "\n".join(aligned(_filled([_head(found), *map(_figures, found.rows)]))),
-        "\n".join(aligned(_filled([_difference_head(found), *_differences(found)]))),
+        "\n".join(aligned(_filled([head, *_differences(found)]))),
         *_verdicts(found),
         "\n".join(notes(found)),
     ]
@@ -90,11 +92,6 @@ def _figures(row: Row) -> tuple[str, ...]:
         DASH if row.bytes_to_target is None else f"{row.bytes_to_target:.3g}",
         DASH if row.memory is None else f"{row.memory / 1e6:,.0f}",
     )
-
-
-def _difference_head(found: Found) -> tuple[str, ...]:
-    name = found.metric.name
-    return ("better than dense by", "beside", f"{name}, same step", f"{name}, same time", "sooner")
 
 
 def _differences(found: Found) -> Iterator[tuple[str, ...]]:

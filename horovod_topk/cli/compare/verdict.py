@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from horovod_topk.cli.compare.curves import Curve, Metric, at_step, at_time, time_to
+from horovod_topk.cli.compare.curves import Curve, Metric, at_step, at_time, reach
 from horovod_topk.cli.compare.records import DIVERGED, DONE, FAILED, LATE, STOPPED, Record
 from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE, Difference, difference
 
@@ -145,5 +145,5 @@ def _gain(metric: Metric, ours: float | None, theirs: float | None) -> float | N
 def _sooner(ours: Curve, theirs: Curve, metric: Metric) -> float | None:
     """Log of the ratio of times in which the runs of a pair reach their common quality."""
     common = metric.worse(ours[-1][2], theirs[-1][2])
-    a, b = time_to(ours, common, metric), time_to(theirs, common, metric)
-    return math.log(b / a) if a and b and a > 0 and b > 0 else None
+    a, b = reach(ours, common, metric), reach(theirs, common, metric)
+    return math.log(b[1] / a[1]) if a and b and a[1] > 0 and b[1] > 0 else None

@@ -20,7 +20,7 @@ DESCRIPTION = (
 
 
 OPTIONS: Options = {
-    "--no-exchange": {**FLAG, "help": "do not start the two ranks (default: start them)"},
+    "--no-exchange": {**FLAG, "help": "do not start the two ranks (default: start them)"}
 }
 
 

@@ -6,8 +6,7 @@ import importlib
 from collections.abc import Iterator
 
 from horovod_topk.cli.doctor.finding import Finding, is_installed
-from horovod_topk.config import EXCHANGES
-from horovod_topk.core.plan.buckets import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Nodes
 from horovod_topk.core.plan.shards import shard, shard_sums
 from horovod_topk.kernels import native, triton
@@ -79,57 +78,19 @@ def gpu_kernels() -> Iterator[Finding]:
 
 def gpu_settings() -> Iterator[Finding]:
     """Yield which settings have Triton kernels, as `TorchOps.fused` selects for each payload."""
-    found = _by_coverage()
-    other = [setting for setting, served in _other_settings().items() if not served]
-    yield Finding(NAME, f"Triton, for {'; '.join(found['all']) or 'no setting'}")
-    if found["none"] or other:
-        yield Finding("  without", f"PyTorch's operations: {'; '.join(found['none'] + other)}")
+    served = [values for values in VALUES if _served(TopK(values=values))]
+    other = [f"values {values}" for values in VALUES if values not in served]
+    other += [] if _served(TopK(), "float64") else ["float64 gradients"]
+    shown = f"values {', '.join(served)} with every exchange" if served else "no setting"
+    yield Finding(NAME, f"Triton, for {shown}")
+    without = "; ".join([*other, "masking of momentum correction"])
+    yield Finding("  without", f"PyTorch's operations: {without}")
 
 
-def _by_coverage() -> dict[str, list[str]]:
-    """Settings by whether all of their payloads have kernels: "all" or "none"."""
-    exchanges = [kind for kind in EXCHANGES if kind != "auto"]
-    found: dict[str, dict[tuple[str, ...], list[str]]] = {"all": {}, "none": {}}
-    for exchange in exchanges:
-        groups: dict[str, list[str]] = {}
-        for values in VALUES:
-            name = "all" if _served(exchange, TopK(values=values)) else "none"
-            groups.setdefault(name, []).append(values)
-        for name, listed in groups.items():
-            found[name].setdefault(tuple(listed), []).append(exchange)
-    return {
-        name: [
-            f"values {', '.join(values)} with "
-            + ("every exchange" if kinds == exchanges else f"exchange {' and '.join(kinds)}")
-            for values, kinds in group.items()
-        ]
-        for name, group in found.items()
-    }
-
-
-def _other_settings() -> dict[str, bool]:
-    """Whether settings beside exchange and values have kernels."""
-    found = {"float64 gradients": _served("allgather", TopK(), "float64")}
-    try:
-        bucket = importlib.import_module("horovod_topk.kernels.triton.topk.bucket").TritonBucket
-    except ImportError:
-        return found
-    return found | {"masking of momentum correction": hasattr(bucket, "clear")}
-
-
-def _served(exchange: str, config: TopK, dtype: str = "float32") -> bool:
-    """Whether every payload of an exchange has a kernel on a GPU."""
+def _served(config: TopK, dtype: str = "float32") -> bool:
+    """Whether every payload of every exchange has a kernel on a GPU."""
     (bucket,) = make_plan([TensorSpec("weight", (NUMEL,), dtype, GPU)], config).buckets
-    payloads = _payloads(exchange, bucket)
+    sharded, sums = shard(bucket, sum(NODES.sizes)), shard_sums(bucket, NODES)
+    payloads = [bucket, *sharded.scatter, *sharded.arrive, *sharded.gather, sharded.result]
+    payloads += [*sums.sums, sums.result]
     return all(triton.unsupported(config.recipe(p), p.device) is None for p in payloads)
-
-
-def _payloads(exchange: str, bucket: BucketPlan) -> list[BucketPlan]:
-    """The payloads that an exchange encodes or decodes for a bucket."""
-    if exchange == "sharded":
-        sharded = shard(bucket, sum(NODES.sizes))
-        return [*sharded.scatter, *sharded.arrive, *sharded.gather, sharded.result]
-    if exchange == "hierarchical":
-        sums = shard_sums(bucket, NODES)
-        return [*sums.sums, sums.result]
-    return [bucket]

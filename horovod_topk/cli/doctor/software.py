@@ -111,10 +111,7 @@ def framework(name: str, found: str | None, module: str, flag: str, build: Build
 
 
 def data_parallel(backends: Sequence[str] | None) -> Finding:
-    """Report the backends of torch DistributedDataParallel, which needs no Horovod.
-
-    backends: backends of torch.distributed; None: it is not available.
-    """
+    """Report the backends of torch DistributedDataParallel, which needs no Horovod."""
     if backends is None:
         return Finding("torch DDP", "not available")
     return Finding("torch DDP", f"horovod_topk.ddp, over {', '.join(backends)}")

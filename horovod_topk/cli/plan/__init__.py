@@ -37,10 +37,11 @@ def main(args: argparse.Namespace) -> int:
     if args.measure:
         if args.machine:
             check_writable("--machine", args.machine)
-        place = measure.measure(asked)
-        if place is None:  # another rank prints
+        found = measure.measure(asked)
+        if found is None:  # another rank prints
             return 0
-        asked, machine = asked.on(place), place.machine
+        machine, nodes = found
+        asked = asked.on(nodes)
         if args.machine:
             _keep(machine, args.machine)
     else:
@@ -110,7 +111,8 @@ def _print(asked: arguments.Asked, machine: Machine) -> None:
         plain = replace(asked.config, momentum=0.0)
         movements = all_strategies(asked.specs, asked.nodes, plain, rank=1, values=args.values)
         said = machine, asked.training, args.local_steps, found
-        verdict = verdict.and_also(locally(movements, *said, overlap=asked.overlap))
+        also = locally(movements, *said, overlap=asked.overlap)
+        verdict = replace(verdict, text=f"{verdict.text}\n\n{also}.")
     if args.json:
         print(json.dumps(table.as_json(asked, machine, found, verdict), indent=1))
     else:

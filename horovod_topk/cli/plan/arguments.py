@@ -150,14 +150,6 @@ OPTIONS: Options = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """The nodes that ran a measurement, and the constants that it found."""
-
-    machine: Machine
-    nodes: Nodes
-
-
-@dataclass(frozen=True)
 class Asked:
     """The options of `plan` after they were checked, with values derived from them."""
 
@@ -200,10 +192,10 @@ class Asked:
         network = replace(found.network, **given(*CONSTANTS))
         return replace(found, network=network, **given("cores", "crowd"))
 
-    def on(self, place: Place) -> Asked:
+    def on(self, nodes: Nodes) -> Asked:
         """Return the same options for the nodes that ran the measurement."""
-        training = replace(self.training, ranks_per_node=max(place.nodes.sizes))
-        return replace(self, nodes=place.nodes, training=training)
+        training = replace(self.training, ranks_per_node=max(nodes.sizes))
+        return replace(self, nodes=nodes, training=training)
 
 
 def check(args: argparse.Namespace) -> Asked:

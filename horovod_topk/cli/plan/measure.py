@@ -15,7 +15,7 @@ from dataclasses import replace
 from horovod_topk.cli.frameworks import NO_FRAMEWORK, Framework, find
 from horovod_topk.cli.machine import cpu_model
 from horovod_topk.cli.plan import kernels
-from horovod_topk.cli.plan.arguments import Asked, Place
+from horovod_topk.cli.plan.arguments import Asked
 from horovod_topk.cli.timing import clocked, repeated, slowest
 from horovod_topk.core.plan.nodes import Nodes, nodes_of
 from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
@@ -34,8 +34,8 @@ LARGE_REPEATS = 5
 UNKNOWN = Network(bandwidth=1.0, latency=0.0, overhead=0.0)  # until it is measured
 
 
-def measure(asked: Asked) -> Place | None:
-    """Measure on all ranks; return the result on rank 0 and None on other ranks."""
+def measure(asked: Asked) -> tuple[Machine, Nodes] | None:
+    """Measure on all ranks; return the constants and the nodes on rank 0, None on other ranks."""
     rank, framework = launched_rank(), find()
     if rank is None:
         raise ValueError(
@@ -53,7 +53,9 @@ def measure(asked: Asked) -> Place | None:
         framework.end()
 
 
-def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> Place | None:
+def _together(
+    framework: Framework, computed: Kernels | None, asked: Asked
+) -> tuple[Machine, Nodes] | None:
     """Time collectives with all ranks; computed: kernel times, on rank 0 only."""
     if framework.size < 2:
         raise ValueError("--measure: there is 1 rank: start 2 or more")
@@ -63,7 +65,7 @@ def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> P
         return None
     found = Machine(UNKNOWN, computed, asked.args.cores, asked.args.crowd, _origin(nodes))
     network = _network(samples, nodes, found.slowdown(max(nodes.sizes)), asked)
-    return Place(replace(found, network=network), nodes)
+    return replace(found, network=network), nodes
 
 
 def _network(

@@ -108,15 +108,7 @@ class Cost:
 
 
 class Costs:
-    """Costs of settings, by the formulas of `bytes` and `plan`.
-
-    Args:
-        specs, nodes, steps: the gradients, the ranks, and the steps of a run.
-        fit: fits a method to the training's optimizer; returns also what adapts its steps.
-        machine: the network and the kernels; None: seconds are not predicted.
-        training: the model's own time; None: as above.
-        multiples: times the kernels of methods without a formula.
-    """
+    """Costs of settings, by the formulas of `bytes` and `plan`."""
 
     def __init__(
         self,

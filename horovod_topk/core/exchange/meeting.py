@@ -40,7 +40,6 @@ class Meets(Protocol):
     @property
     def in_order(self) -> bool:
         """Whether collectives are matched by their order, and so have to be of equal sizes."""
-        ...
 
     def meet(self, data: bytes, name: str, *, patient: bool = False) -> list[bytes]:
         """Gather host bytes of equal length from every rank. A collective.
@@ -51,7 +50,6 @@ class Meets(Protocol):
             MissingRanksError: a rank did not come within the limit.
             PlanMismatchError: a rank waits in another exchange, or has sent another length.
         """
-        ...
 
 
 def limit() -> float:

@@ -39,7 +39,6 @@ class Pending(Protocol[Received]):
 
     def wait(self) -> Received:
         """Block until the collective is done and return its result."""
-        ...
 
 
 def wait_for_dropped(unwanted: list[Pending[Any]]) -> None:
@@ -59,17 +58,14 @@ class Collective(Protocol[Array]):
     @property
     def rank(self) -> int:
         """This process' rank among those that exchange, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of ranks that exchange."""
-        ...
 
     @property
     def location(self) -> Location:
         """The host and local rank of this process."""
-        ...
 
     def allgather(
         self, payload: Array, name: str, counts: Sequence[int] | None = None
@@ -79,14 +75,12 @@ class Collective(Protocol[Array]):
         Must not block. `name` is equal on all ranks, and unique among running collectives.
         counts: bytes of each rank; None: as many as this rank's.
         """
-        ...
 
     def alltoall(self, payloads: Array, name: str) -> Pending[Array]:
         """Start to send the p-th of `size` equal stretches to rank p; receives them in rank order.
 
         As `allgather` otherwise.
         """
-        ...
 
     def reduce_scatter(self, array: Array, counts: Sequence[int], name: str) -> Pending[Array]:
         """Start to add arrays element by element; rank p gets a stretch of counts[p] elements.
@@ -95,25 +89,21 @@ class Collective(Protocol[Array]):
         PyTorch's `wait` raises PayloadError if a rank has sent another number of elements; other
         implementations may not notice, as plans are agreed on beforehand.
         """
-        ...
 
     def allreduce(self, array: Array, name: str) -> Pending[Array]:
         """Start to add arrays element by element, in the library's order.
 
         `array` may be written. As `allgather` otherwise.
         """
-        ...
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether this rank can make these groups by `split`."""
-        ...
 
     def split(self, groups: Sequence[Sequence[int]]) -> Sequence[Collective[Array] | None]:
         """Make a collective for each group of ranks; None for groups without this rank.
 
         A collective: all ranks call it with the same groups.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,15 @@ class Follower(Protocol[Array]):
 
     def begin(self, gradients: Sequence[Array]) -> None:
         """Note this rank's gradients; the exchanged ones replace them after `message`."""
-        ...
 
     def squares(self) -> Sequence[Array | None]:
         """Mean squares that Top-K selects by, one for each gradient; empty: there are none."""
-        ...
 
     def message(self) -> Array:
         """The numbers that this rank sends, as many as `UpdateRule.numbers` names for each tensor.
 
         It is called once gradients are encoded.
         """
-        ...
 
     def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, message: Any) -> None:
         """Compute the candidates of the states, once gradients are exchanged.
@@ -47,7 +44,6 @@ class Follower(Protocol[Array]):
             message: what the ranks have sent: bytes of float32, one row a rank; None without a
                 message.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,6 @@ class Followers(Protocol):
 
     def begin_step(self) -> None:
         """Note that a step begins, before any bucket does."""
-        ...
 
     def follower(self, bucket: Any, memory: FollowerArenas) -> Follower[Any]:
         """Make the follower of a bucket's plan."""
-        ...

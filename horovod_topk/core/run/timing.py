@@ -66,4 +66,3 @@ class Timed(Collective[Array], Protocol):
     @property
     def timer(self) -> StepTimer:
         """The timer that gets this collective's start and waiting time."""
-        ...

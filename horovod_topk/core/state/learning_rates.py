@@ -70,11 +70,9 @@ class RateUnits(Protocol):
 
     def saved(self) -> dict[str, dict[str, float]]:
         """Return the rates for a state dict: `RATES`, the units of residuals, and `LARGEST`."""
-        ...
 
     def load(self, saved: Mapping[str, Mapping[str, float]]) -> None:
         """Replace all rates by those that `saved` returned; tensors left out have none."""
-        ...
 
 
 class Rates:

@@ -33,25 +33,20 @@ class StoredArray(Protocol[Array]):
     @property
     def numel(self) -> int:
         """Number of elements."""
-        ...
 
     @property
     def parts(self) -> int:
         """Number of shards that the tensor is split into; 1: it is whole."""
-        ...
 
     @property
     def first(self) -> int:
         """First block of the shard; see `core.plan.shards`."""
-        ...
 
     def read(self) -> Array:
         """The array, flat; it may share memory with the stored array."""
-        ...
 
     def write(self, source: Array) -> None:
         """Replace the elements, cast to the stored dtype."""
-        ...
 
 
 class NamedState(Generic[Array]):

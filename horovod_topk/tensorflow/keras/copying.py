@@ -20,9 +20,6 @@ def copied(optimizer: Any, cls: Any, inner: Any = None) -> Any:
     """Copy an optimizer to a given class, sharing nothing with the original.
 
     inner: the class for the optimizer inside a loss scale, if it changes.
-
-    Raises:
-        UnsupportedOperationError: the copy has other variables than the original.
     """
     copy = blank(optimizer, cls, inner)
     _build_and_assign(copy, optimizer)

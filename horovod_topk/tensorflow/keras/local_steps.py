@@ -91,8 +91,9 @@ class LocalSteps(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Note the first batch of an execution; other callbacks may have replaced weights."""
         self._first = batch
-        if self.local is not None and not self._has_begun:
-            self.local._renew()
+        local, is_first = self.local, not self._has_begun
+        if local and is_first and not any(f.since for f in local._topkef.rounds.fragments):
+            local.begin()  # not after a state was loaded that was saved in the middle of a round
         self._has_begun = True
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:

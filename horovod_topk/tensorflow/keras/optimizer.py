@@ -150,13 +150,7 @@ def load_model(
 
 
 class _Exchanger:
-    """Holds Horovod's function and the variables it needs, hidden from Keras' tracking.
-
-    Args:
-        function: exchanges gradients.
-        name: name of the exchange.
-        process_set: the ranks that exchange gradients.
-    """
+    """Holds Horovod's function and the variables it needs, hidden from Keras' tracking."""
 
     def __init__(self, function: Callable[..., list[Any]], name: str, process_set: Any) -> None:
         self.function, self._name, self._process_set = function, name, process_set
@@ -190,10 +184,6 @@ class _Exchanger:
         """Return the largest values of all ranks, as new values of overwritten variables.
 
         The largest magnitudes that float8 is scaled by have to be those of the global batch.
-
-        Args:
-            values: new values of this rank.
-            variables: the Keras variables that they overwrite.
         """
         if not values or why_inactive(self._process_set) is not None:
             return list(values)
@@ -223,8 +213,8 @@ class _InOneReplica:
         return grads_and_vars
 
 
-class _Exchanges(_InOneReplica):
-    """Mixin for a Keras optimizer that exchanges gradients where it clips them."""
+class _Exchanging:
+    """What distributed optimizers of Keras 3 have in common."""
 
     _exchanger: _Exchanger
 
@@ -232,12 +222,12 @@ class _Exchanges(_InOneReplica):
     def _allreduce_grads(self) -> Callable[..., list[Any]]:
         return self._exchanger.function
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """As the base class; raises if the base class did not reach the exchange.
 
-        Raises:
-            UnsupportedOperationError: the base class updates variables without the exchange.
-        """
+class _Exchanges(_Exchanging, _InOneReplica):
+    """Mixin for a Keras optimizer that exchanges gradients where it clips them."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """As the base class; raises if the base class did not reach the exchange."""
         self._exchanger.reached = False
         super().apply(grads, trainable_variables)  # type: ignore[misc]
         if not self._exchanger.reached and any(gradient is not None for gradient in grads):
@@ -281,18 +271,12 @@ class _Exchanges(_InOneReplica):
         super().__setattr__(name, value)
 
 
-class _ExchangesScaled:
+class _ExchangesScaled(_Exchanging):
     """Mixin for LossScaleOptimizer that exchanges first, so that all ranks skip the same steps.
 
     Gradients are divided by the scale before the exchange, as the scale may change from step to
     step, and residuals must not depend on it.
     """
-
-    _exchanger: _Exchanger
-
-    @property
-    def _allreduce_grads(self) -> Callable[..., list[Any]]:
-        return self._exchanger.function
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """As the base class, on exchanged gradients."""
@@ -322,13 +306,7 @@ class _ExchangesScaled:
 def _largest(
     exchanger: _Exchanger, pairs: Iterable[tuple[Any, Any]], overwrites: Callable[[Any], bool]
 ) -> list[Any]:
-    """Replace the gradients that overwrite their variables by the largest of all ranks.
-
-    Args:
-        exchanger: exchanges them.
-        pairs: gradients, or None, and their variables.
-        overwrites: whether a variable is overwritten.
-    """
+    """Replace the gradients that overwrite their variables by the largest of all ranks."""
     gradients, variables = map(list, zip(*pairs, strict=True))
     at = [i for i, v in enumerate(variables) if gradients[i] is not None and overwrites(v)]
     found = exchanger.largest([gradients[i] for i in at], [variables[i] for i in at])
@@ -343,7 +321,7 @@ def _check(optimizer: Any, op: Any, predivide: float, backward_passes_per_step: 
             f"{type(optimizer).__module__}.{type(optimizer).__name__} is no optimizer of Keras 3",
             cure="Pass a keras.optimizers.Optimizer; for tf-keras use hvd.DistributedOptimizer",
         )
-    if isinstance(optimizer, _Exchanges | _ExchangesScaled):
+    if isinstance(optimizer, _Exchanging):
         raise UnsupportedOperationError(
             f"{type(optimizer).__name__} exchanges gradients already",
             cure="Call DistributedOptimizer once",

@@ -34,10 +34,7 @@ Gradients = list[Tensor]  # gradients of one rank, in the order of the model's p
 
 
 class Dense:
-    """Horovod's own allreduce: the mean of the ranks' gradients, added in rank order.
-
-    dtype: dtype in which gradients are sent and added; None: their own.
-    """
+    """Horovod's own allreduce: the mean of the ranks' gradients, added in rank order."""
 
     def __init__(self, model: nn.Module, ranks: int, dtype: torch.dtype | None = None) -> None:
         sizes = [

@@ -28,27 +28,21 @@ class Workload(Protocol):
 
     def model(self) -> nn.Module:
         """Return a new model, initialised by PyTorch's global generator, which is seeded."""
-        ...
 
     def optimizer(self, model: nn.Module) -> Optimizer | list[Optimizer]:
         """Return the optimizer of the model's parameters, or several that share them."""
-        ...
 
     def schedule(self, optimizer: Optimizer) -> Any:
         """Return an object whose `step()` is called after every step, or None."""
-        ...
 
     def batches(self, rank: int, ranks: int, seed: int) -> Iterator[Any]:
         """Yield a rank's batches for ever; their order depends only on the arguments."""
-        ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch."""
-        ...
 
     def score(self, model: nn.Module) -> Mapping[str, float]:
         """Return metrics on unseen data, by name. Gradients are off."""
-        ...
 
 
 @torch.no_grad()
