@@ -235,10 +235,8 @@ class TrackerKernels:
     spikes: Callable[..., None] | None = None
 
 
-class Ops(Protocol[Array]):
-    """Array operations of one framework; see the module's docstring for the rules."""
-
-    # Any method or exchange may use these.
+class Arrays(Protocol[Array]):
+    """Operations that any method or exchange may use."""
 
     def zeros(self, numel: int, dtype: str, device: str) -> Array:
         """A new array of `numel` zeros."""
@@ -399,7 +397,9 @@ class Ops(Protocol[Array]):
     def to_host(self, payload: Array) -> bytes:
         """The bytes of a uint8 array. Waits for the device."""
 
-    # Payloads and residuals are made of these: select, encode, add up, write.
+
+class Packing(Protocol[Array]):
+    """Operations that payloads and residuals are made of: select, encode, add up, write."""
 
     def random_index(self, stream: Stream, numel: int, k: int, device: str) -> Array:
         """Draw one index from each of k stretches of `numel` elements, 1 <= k <= numel: [k] int64.
@@ -627,7 +627,9 @@ class Ops(Protocol[Array]):
     ) -> None:
         """`write_scaled` of `place(values, index, n)`: zeros except at the indices."""
 
-    # Optional kernels of a library. A kernel is None where the library has none.
+
+class Kernels(Protocol[Array]):
+    """Optional kernels of a library. A kernel is None where the library has none."""
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
         """A kernel for buckets of this recipe on this device, or None to use these operations."""
@@ -662,3 +664,7 @@ class Ops(Protocol[Array]):
             places: where the arrays and their samples are.
             dtype: of the sums, float32 or float64.
         """
+
+
+class Ops(Arrays[Array], Packing[Array], Kernels[Array], Protocol[Array]):
+    """Array operations of one framework; see the module's docstring for the rules."""
