@@ -28,6 +28,7 @@ from tqdm import tqdm
 from benchmarks.gpu_traffic import COPIED
 from horovod_topk.kernels.triton.topk import tables
 from horovod_topk.kernels.triton.topk.tables import Geometry, Tables
+from horovod_topk.ops import coding
 from pages import RESULTS, Values, write
 from pages.markdown import table
 
@@ -73,6 +74,13 @@ OF_LISTS = {
     "arrivals": "*u8",
     "later": "*u8",
     **dict.fromkeys(("width", "ranks", "parts"), "i32"),
+}
+
+OF_ONE = {
+    "stream": "*i64",
+    "sums": "*fp64",
+    "payload": "*u8",
+    **dict.fromkeys(("count", "tiles"), "i32"),
 }
 
 
@@ -162,7 +170,8 @@ def of_buckets(
 
 
 def of_lists() -> Iterator[Build]:
-    """Yield the kernels for lists of tensors."""
+    """Yield the kernels for lists of tensors, and for one."""
+    from horovod_topk.kernels.triton.baselines import draws, ternary
     from horovod_topk.kernels.triton.updates import elements, samples
 
     by_element = elements.limit, elements.sgd, elements.adam, elements.shards
@@ -172,6 +181,11 @@ def of_lists() -> Iterator[Build]:
             warps = 8 if kernel in by_element else 16
             name = f"{kernel.fn.__name__}{named}"
             yield Build(name, kernel, warps, OF_LISTS, "fp32", {"KIND": kind})
+    yield Build("draw", draws.draw, 4, OF_ONE, "*i64", {"BITS": 32, "LANES": draws.LANES})
+    yield Build("measure, TernGrad", ternary.measure, 4, OF_ONE, "*fp32", {"TILE": coding.TILE})
+    for kernel in (ternary.merge, ternary.pack):
+        name = f"{kernel.fn.__name__}, TernGrad"
+        yield Build(name, kernel, 4, OF_ONE, "*fp32", {"LANES": ternary.LANES})
 
 
 def resources(code: Any) -> tuple[int, int]:
