@@ -3,8 +3,6 @@
 The modules, from the whole to the parts:
 
     check.py     what the image has to do, and the figures of it
-    engine.py    which of the two engines is taken
-    docker.py    the one where Docker runs
-    buildah.py   the other: buildah builds, and namespaces of `cluster` are the containers
+    buildah.py   buildah builds, and namespaces of `cluster` are the containers
     pip.py       this machine's pip settings, for the build alone
 """

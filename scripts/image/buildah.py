@@ -1,4 +1,4 @@
-"""The image without Docker: buildah builds it, and hosts of `cluster` run its files.
+"""Image by buildah, which needs no engine that runs; hosts of `cluster` run its files.
 
 A container is a host, that is namespaces of its own for mounts, processes and the network, whose
 root is the image's files with a layer over them that goes with the host. No capability is taken
@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster, ClusterError
-from image.engine import DOCKERFILE, ROOT, ImageError
+from cluster import Cluster, ClusterError, missing
 from image.pip import PipSettings
 from setup.run import Runner, SetupError
 
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "docker" / "Dockerfile"
 IMAGE = "localhost/horovod-topk:latest"
 SUITE = "bookworm"
 BOOTSTRAPPED = f"localhost/debian-{SUITE}:debootstrap"
@@ -46,6 +47,19 @@ cp /etc/hosts root/etc/hosts
 install -d -o "$3" -g "$3" -m 700 /run/keys
 mount --bind /run/keys "root/$2/.ssh"
 """
+
+
+class ImageError(SetupError):
+    """The image cannot be built or does not work; the message says what failed, and the cure."""
+
+
+def unfit() -> str | None:
+    """Why images cannot be built and run here, with the cure; None where they can."""
+    if os.geteuid() != 0:
+        return "buildah and namespaces need root: use sudo"
+    if not shutil.which("buildah"):
+        return "buildah is not installed. On Debian and Ubuntu: apt-get install buildah"
+    return missing()
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,10 @@ import re
 import time
 from collections.abc import Sequence
 
-from image.buildah import Buildah, HostContainers
-from image.docker import Docker, DockerContainers
-from image.engine import ImageError
+from image.buildah import Buildah, HostContainers, ImageError
 from image.pip import PipSettings
 from setup.run import Console
 
-Containers = DockerContainers | HostContainers
 STEPS = 20
 DIGITS = ("python", "examples/pytorch_digits.py", "--compression", "topk", "--steps", str(STEPS))
 # As docker/mpijob.yaml has it: a launcher without a rank, and workers.
@@ -28,7 +25,7 @@ SSHD_SECONDS = 30.0  # until all of them have to answer
 
 
 def check(
-    engine: Docker | Buildah,
+    engine: Buildah,
     console: Console,
     frameworks: Sequence[str],
     hosts: int,
@@ -47,7 +44,7 @@ def check(
     return figures
 
 
-def try_alone(containers: Containers, console: Console, *, gpu: bool) -> None:
+def try_alone(containers: HostContainers, console: Console, *, gpu: bool) -> None:
     """One container: who runs it, what compresses, and two ranks in it.
 
     gpu: Horovod has to have NCCL's operations. Ranks train on processors all the same.
@@ -69,7 +66,7 @@ def try_alone(containers: Containers, console: Console, *, gpu: bool) -> None:
     console.note(summary(containers.run(two, limit_seconds=LIMIT_SECONDS), ranks=2))
 
 
-def try_across(containers: Containers, console: Console) -> None:
+def try_across(containers: HostContainers, console: Console) -> None:
     """Several containers, as docker/compose.yaml has them: a rank in each, over ssh."""
     names = containers.names
     console.step(f"{len(names)} containers, a rank in each")
@@ -89,7 +86,7 @@ def try_across(containers: Containers, console: Console) -> None:
         console.note(summary(printed, ranks=len(workers)))
 
 
-def await_sshd(containers: Containers, names: Sequence[str]) -> None:
+def await_sshd(containers: HostContainers, names: Sequence[str]) -> None:
     """Until every host lets the user in."""
     deadline = time.monotonic() + SSHD_SECONDS
     tried = "; ".join(f"ssh {name} hostname" for name in names)
