@@ -19,10 +19,9 @@ import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import Jobs, on_hosts
+from benchmarks.jobs import Jobs, on_ranks
 from cluster import Cluster, Link
 from pages.markdown import table
 
@@ -79,23 +78,11 @@ RUNS = {
 
 def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
     """Run a job on a cluster of its own, and return its results."""
-    script = Path(__file__).with_name("does_it_pay_rank.py")
-    command = [script, "--rounds", 1 if job.early else args.rounds, "--rows", job.rows]
-    command += ["--case", job.case]
-    command += ["--early"] if job.early else []
-    command += ["--whole"] if job.whole else ["--variants", *job.variants]
     cluster = Cluster(job.hosts, Link.of(job.rate, delay=job.delay))
-    return on_hosts(command, cluster, LIMIT_SECONDS)
+    return on_ranks("does_it_pay_rank", job, args, cluster, LIMIT_SECONDS)
 
 
-JOBS = Jobs("does-it-pay", RUNS, measure, indent=1)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure and write; the exit status."""
-    parser = JOBS.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="of all variants")
-    return JOBS.main(parser, arguments)
+JOBS = Jobs("does-it-pay", RUNS, measure, {"rounds": (3, "of all variants")}, indent=1)
 
 
 def computing(found: Result, alone: float) -> float:

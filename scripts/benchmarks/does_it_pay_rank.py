@@ -1,18 +1,15 @@
-"""A rank of `does_it_pay.py`: takes all variants in turns, or trains once; rank 0 writes."""
+"""A rank of the benchmark `does_it_pay`: takes all variants in turns, or trains once."""
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import bytelm
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -28,7 +25,6 @@ from study.large import workload
 from study.loops import Loop
 from study.results import Study
 
-PORT = 29557
 EVERY = 30  # inner steps of a round
 VIEWS = {"gradient_as_bucket_view": True}  # as DDP's documentation recommends
 WARM_UP = 2  # steps, in which memory is allocated
@@ -118,7 +114,7 @@ EARLY = {
 }
 
 
-def measure(variant: Variant, loop: Loop, rows: int) -> dict[str, float]:
+def timed(variant: Variant, loop: Loop, rows: int) -> dict[str, float]:
     """Build a variant, and measure its steps: the seconds of the slowest rank, a step."""
     torch.manual_seed(0)
     plain = loop.model()
@@ -162,13 +158,13 @@ def measure(variant: Variant, loop: Loop, rows: int) -> dict[str, float]:
     }
 
 
-def in_turns(args: argparse.Namespace) -> dict[str, Any]:
+def in_turns(job: names.Job, rounds: int) -> dict[str, Any]:
     """Measure all variants, round after round."""
-    loop = loop_of(args.case)
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in args.variants}
-    for _ in range(args.rounds):
+    loop = loop_of(job.case)
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in job.variants}
+    for _ in range(1 if job.early else rounds):
         for name, each in found.items():
-            measured = measure((EARLY if args.early else VARIANTS)[name], loop, args.rows)
+            measured = timed((EARLY if job.early else VARIANTS)[name], loop, job.rows)
             gc.collect()
             for key, value in measured.items():
                 each.setdefault(key, []).append(value)
@@ -217,40 +213,19 @@ def said(line: str) -> None:
         print(line, flush=True)
 
 
-def main() -> None:
-    """Measure or train, and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--case", required=True)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME")
-    parser.add_argument("--early", action="store_true")
-    parser.add_argument("--whole", action="store_true")
-    parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args()
+def join_ranks() -> None:
+    """Begin torch.distributed on the ranks of horovodrun; the first host has the store."""
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "host1", "MASTER_PORT": f"{PORT}"}
+    os.environ |= {"MASTER_ADDR": "host1", "MASTER_PORT": "29557"}
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     rank, ranks = (int(os.environ[name]) for name in ("HOROVOD_RANK", "HOROVOD_SIZE"))
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    found = whole() if args.whole else in_turns(args)
-    found["setting"] = setting(args)
-    if rank == 0:
-        args.json.write_text(json.dumps(found))
+
+
+def measure(job: names.Job, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure or train; rank 0 returns the results."""
+    join_ranks()
+    found, rank = whole() if job.whole else in_turns(job, args.rounds), dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def setting(args: argparse.Namespace) -> Mapping[str, int]:
-    """Return the sizes of the model and of a rank's batch, and the number of ranks."""
-    return {
-        "parameters": sum(p.numel() for p in loop_of(args.case).model().parameters()),
-        "sequences": args.rows,
-        "context": bytelm.CONTEXT,
-        "every": EVERY,
-        "ranks": dist.get_world_size(),
-    }
-
-
-if __name__ == "__main__":
-    main()
+    return found if rank == 0 else None

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 import pages
-from benchmarks.residuals_watch import norm_of
-from horovod_topk.cli.compare.simulated.exchanges import Compressed, Gradients
+from benchmarks.watched import Watched
 from horovod_topk.cli.compare.simulated.training import Job
 from horovod_topk.core.run.substitute import parse
 from study.experts import workload
@@ -29,72 +26,30 @@ SETTLED = 200  # steps that are not counted: the ratio falls in them
 CALLS = {"TopKEF": "TopKEF()", "ratio 0.005": "TopKEF(ratio=0.005)"}
 
 
-class Watched:
-    """Wraps an exchange, and adds up norms of each expert's gradients and residuals.
-
-    Attributes:
-        used, gradient, residual: of each rank and expert, [RANKS, experts]: steps with a gradient,
-            the sum of its norms, and the sum of the residual's norms over all steps.
-    """
-
-    def __init__(self, inner: Compressed, experts: Sequence[Sequence[tuple[int, str]]]) -> None:
-        self._inner, self._experts, self._steps = inner, experts, 0
-        self.used, self.gradient, self.residual = (
-            torch.zeros(RANKS, len(experts), dtype=torch.float64) for _ in range(3)
-        )
-
-    def mean(self, gradients: list[Gradients]) -> Gradients:
-        """`Exchange.mean`."""
-        self._steps += 1
-        norms = [[norm_of(each[i] for i, _ in e) for e in self._experts] for each in gradients]
-        exchanged = self._inner.mean(gradients)
-        if self._steps > SETTLED:
-            found = torch.tensor(norms, dtype=torch.float64)
-            self.used += found > 0
-            self.gradient += found
-            self.residual += self._residuals()
-        return exchanged
-
-    def _residuals(self) -> Tensor:
-        return torch.tensor(
-            [
-                [norm_of(rank.registry.residual(name) for _, name in e) for e in self._experts]
-                for rank in self._inner.compressors
-            ],
-            dtype=torch.float64,
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
 def watched(call: str) -> dict[str, Any]:
     """Train, and return use, gradient norm and residual norm of each rank and expert."""
     loop = workload(optimizer="adamw", lr=LR, steps=STEPS, shards="skewed", balance=0.0)
     job = Job(loop, parse(call), RANKS, SEED)
-    assert isinstance(job.exchange, Compressed)
-    named = [(i, name) for i, (name, _) in enumerate(job.model.named_parameters())]
-    prefixes = sorted({".".join(n.split(".")[:5]) for _, n in named if ".experts." in n})
-    experts = [[(i, n) for i, n in named if n.startswith(f"{each}.")] for each in prefixes]
-    watching = Watched(job.exchange, experts)
-    job.exchange = watching
+    names = [name for name, _ in job.model.named_parameters() if ".experts." in name]
+    experts = sorted({".".join(name.split(".")[:5]) for name in names})
+    norms = Watched(job, [[n for n in names if n.startswith(f"{each}.")] for each in experts])
     for _ in tqdm(range(STEPS), desc=call, leave=False):
         job.step()
-    steps = STEPS - SETTLED
+    gradient, residual = (torch.stack(e[SETTLED:]) for e in (norms.gradient, norms.residual))
+    used = (gradient > 0).double()
     return {
         "bits_per_byte": job.score()["bits_per_byte"],
-        "used": (watching.used / steps).tolist(),
-        "gradient": (watching.gradient / watching.used).tolist(),
-        "residual": (watching.residual / steps).tolist(),
+        "used": used.mean(dim=0).tolist(),
+        "gradient": (gradient.sum(dim=0) / used.sum(dim=0)).tolist(),
+        "residual": residual.mean(dim=0).tolist(),
     }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(args: argparse.Namespace) -> int:
     """Train and write."""
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(arguments)
     torch.set_num_threads(1)
     found = {name: watched(call) for name, call in CALLS.items()}
     path = pages.RESULTS / "experts.json"
     path.write_text(json.dumps({"steps": STEPS, "ranks": RANKS, "runs": found}) + "\n")
-    print(f"written: {path.relative_to(pages.ROOT)}")
+    pages.write("does-it-pay")
     return 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -29,12 +31,14 @@ class Jobs(Generic[Job]):
         page: name of the file with the results, and of what pages show of them.
         named: all jobs, in the order of the results.
         measure: runs one job, with the options of the command line.
+        options: default and meaning of further options, as `bench.py` takes them.
         indent: of the lines of the file with the results; None: all results in one line.
     """
 
     page: str
     named: Mapping[str, Job]
     measure: Callable[[Job, argparse.Namespace], dict[str, Any]]
+    options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     indent: int | None = None
 
     @property
@@ -42,21 +46,19 @@ class Jobs(Generic[Job]):
         """The file with the results."""
         return pages.RESULTS / f"{self.page}.json"
 
-    def parser(self, description: str | None) -> argparse.ArgumentParser:
-        """A command line that names jobs."""
-        form = argparse.RawDescriptionHelpFormatter
-        parser = argparse.ArgumentParser(description=description, formatter_class=form)
-        names = ", ".join(self.named)
-        parser.add_argument("jobs", nargs="*", help=f"of {names} (default: all)")
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Let a command line name jobs."""
+        kinds = f"of {', '.join(self.named)} (default: all)"
+        parser.add_argument("jobs", nargs="*", default=[*self.named], type=self._known, help=kinds)
         parser.add_argument("--missing", action="store_true", help="jobs without results alone")
-        return parser
 
-    def main(self, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
+    def _known(self, name: str) -> str:
+        if name not in self.named:
+            raise argparse.ArgumentTypeError(f"there is no {name!r}, but {', '.join(self.named)}")
+        return name
+
+    def main(self, args: argparse.Namespace) -> int:
         """Measure jobs, write results and page, and return the exit status."""
-        args = parser.parse_args(arguments)
-        if unknown := set(args.jobs) - set(self.named):
-            known = ", ".join(self.named)
-            parser.error(f"no such job: {', '.join(sorted(unknown))}; there are {known}")
         try:
             self.run(args)
         except ClusterError as error:
@@ -68,9 +70,7 @@ class Jobs(Generic[Job]):
     def run(self, args: argparse.Namespace) -> None:
         """Measure the jobs asked for, and write the results of each when it ends."""
         results: Results = json.loads(self.path.read_text()) if self.path.exists() else {}
-        wanted = args.jobs or list(self.named)
-        if args.missing:
-            wanted = [key for key in wanted if key not in results]
+        wanted = [key for key in args.jobs if not (args.missing and key in results)]
         for key in (bar := tqdm(wanted, unit="job")):
             bar.set_postfix_str(key)
             results[key] = self.measure(self.named[key], args)
@@ -102,3 +102,28 @@ def on_hosts(
         hosts.run(ranks, environment | dict(settings or {}), limit_seconds=limit_seconds)
         found: dict[str, Any] = json.loads(file.read_text())
         return found
+
+
+def on_ranks(
+    module: str, job: Any, args: argparse.Namespace, *of_hosts: Any, **more: Any
+) -> dict[str, Any]:
+    """Call `measure(job, args)` of a benchmark's module on all ranks; return what rank 0 returns.
+
+    of_hosts, more: further arguments of `on_hosts`.
+    """
+    with tempfile.NamedTemporaryFile() as given:
+        Path(given.name).write_bytes(pickle.dumps((job, args)))
+        return on_hosts(["-m", "benchmarks.jobs", module, given.name], *of_hosts, **more)
+
+
+def rank() -> None:
+    """Be one of the ranks of `on_ranks`; rank 0 has something to write."""
+    _, module, given, _, file = sys.argv
+    job, args = pickle.loads(Path(given).read_bytes())
+    found = importlib.import_module(f"benchmarks.{module}").measure(job, args)
+    if found is not None:
+        Path(file).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    rank()

@@ -19,6 +19,11 @@ from typing import Any
 
 from benchmarks.jobs import Jobs, on_hosts
 from cluster import Cluster, Link
+from horovod_topk.cli.bench.figures import figures
+from horovod_topk.cli.bench.table import times
+from horovod_topk.cost import quantities
+from pages import Values
+from pages.markdown import table
 
 LIMIT_SECONDS = 1800.0  # a run
 HOSTS = 4
@@ -97,11 +102,72 @@ def measure(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     return on_hosts(command, Cluster(HOSTS, Link.of(run.rate)), LIMIT_SECONDS)
 
 
-JOBS = Jobs("network", RUNS, measure, indent=1)
+OPTIONS = {"rounds": (5, "timed steps of each method")}
+JOBS = Jobs("network", RUNS, measure, OPTIONS, indent=1)
+
+OVER_DDP = "ddp+topk"  # TopKEF's default
+BESIDE = ("ddp-fp16", "powersgd")
+AT_BACKWARD = ("ddp", "powersgd", "topk", "ddp+topk")
+SETTINGS = ("topk", "topk-sharded", "topk-int8-0.01", "topk-plain-float32-0.01")
+
+Result = dict[str, Any]
+Results = dict[str, Result]  # key of RUNS -> what `horovod-topk bench --json` wrote
+
+SHOWN = {
+    "dense-waiting": "Horovod dense, sleeping",
+    "ddp": "DDP dense",
+    "ddp-fp16": "DDP fp16",
+    "dense": "Horovod dense",
+    "fp16": "Horovod fp16",
+    "powersgd": "DDP PowerSGD rank 4",
+    "topk": "TopKEF with Horovod",
+    OVER_DDP: "TopKEF with DDP",
+}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure and write; the exit status."""
-    parser = JOBS.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each method")
-    return JOBS.main(parser, arguments)
+def values(results: Results) -> Values:
+    """The page's figures by name."""
+    return {
+        "hosts": HOSTS,
+        "cores": results[FAST]["machine"]["cores"],
+        "fast": quantities.rate(results[FAST]["rate"]),
+        "summary": _summary(results),
+        "time": _time(results[FAST]),
+        "settings": _exchanges(results, SETTINGS, RATES),
+        "backward": _exchanges(results, AT_BACKWARD, ("sleep", "cpu")),
+    }
+
+
+def _summary(results: Results) -> str:
+    """Table of the exchange times of default TopKEF and of the baselines, a row for each link."""
+    header = ["link", *SHOWN.values(), *(f"DDP: TopKEF beside {SHOWN[name]}" for name in BESIDE)]
+    found = {rate: figures(results[rate]) for rate in RATES if rate in results}
+    lines = (
+        [
+            quantities.rate(results[rate]["rate"]),
+            *(f"{methods[name].exchange:.2f}" for name in SHOWN),
+            *(times(methods[OVER_DDP].faster(methods[name])) for name in BESIDE),
+        ]
+        for rate, methods in found.items()
+    )
+    return table(header, lines)
+
+
+def _time(result: Result) -> str:
+    found, cores = figures(result), result["machine"]["cores"]
+    rows = (
+        [
+            words,
+            f"{found[name].exchange:.2f}",
+            f"{result['ranks'] * (found[name].cpu or 0) / cores:.2f}",
+            f"{8 * (found[name].bytes or 0) / result['rate']:.2f}",
+        ]
+        for name, words in SHOWN.items()
+    )
+    return table(("", "exchange, s", "cores busy, s", "bytes on the link, s"), rows)
+
+
+def _exchanges(results: Results, names: Sequence[str], runs: Sequence[str]) -> str:
+    found = [figures(results[run]) for run in runs]
+    rows = ([f"`{name}`", *(f"{of[name].exchange:.2f}" for of in found)] for name in names)
+    return table(["", *(RUNS[run].title for run in runs)], rows)

@@ -8,7 +8,6 @@ docs/results/plan-grid.json and docs/network.md.
     sudo make plan-grid                                # all cells: an hour and a half
     sudo make plan-grid ARGS="--missing"               # cells without results
     sudo make plan-grid ARGS="2:100mbit:resnet18 3:200mbit:fit"
-    sudo make plan-grid ARGS="--ours"                  # all but dense: three quarters of an hour
 
 The authors' bias: they want the plan to be right. Cells and models were given before anything was
 measured, and all of them are reported.
@@ -17,21 +16,19 @@ measured, and all of them are reported.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pages
-from benchmarks.jobs import Jobs, on_hosts
+from benchmarks.jobs import Jobs, on_ranks
 from cluster import Cluster, Link
 from horovod_topk.cli.machine import machine
 from horovod_topk.cli.models import MODELS
 from horovod_topk.cost import machine as machines
 
 LIMIT_SECONDS = 1800.0  # a cell
-RANK = Path(__file__).with_name("plan_rank.py")
 HOSTS = (2, 4, 8)
 RATES = ("100mbit", "300mbit", "1gbit")
 LEAST, MOST = 3, 15  # repeats of a step
@@ -75,34 +72,23 @@ STRATEGIES = (NONE, DENSE, Exchange("allgather", "float32"), Exchange("sharded",
 
 
 def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure a cell. With `--ours` the stored dense steps are kept."""
+    """Measure a cell."""
     there = machine()  # its load: before
-    kept = pages.stored(JOBS.page)[cell.name] if args.ours else {}
-    if args.ours and cell.model is None:
-        return kept
-    options = [*(["--model", cell.model] if cell.model else []), *["--without-dense"] * args.ours]
     cluster = Cluster(cell.hosts, Link.of(cell.rate))
-    job = on_hosts([RANK, *options], cluster, LIMIT_SECONDS) | {"machine": there}
-    return {**job, "repeats": {**kept["repeats"], **job["repeats"]}} if args.ours else job
+    return on_ranks("plan_rank", cell, args, cluster, LIMIT_SECONDS) | {"machine": there}
 
 
-JOBS = Jobs("plan-grid", CELLS, measure)
+OPTIONS = {"machine": ("", "a file for the fitted constants, of ranks with a core each")}
+JOBS = Jobs("plan-grid", CELLS, measure, OPTIONS)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(args: argparse.Namespace) -> int:
     """Measure and write; the exit status."""
-    parser = JOBS.parser(__doc__)
-    parser.add_argument(
-        "--machine", type=Path, help="write the fitted constants here, for ranks with a core each"
-    )
-    parser.add_argument("--ours", action="store_true", help="keep the stored dense steps")
-    status = JOBS.main(parser, arguments)
-    args = parser.parse_args(arguments)
+    status = JOBS.main(args)
     if args.machine and not status:
         from benchmarks.plan_guesses import machine_of
 
         jobs = pages.stored(JOBS.page)
-        machines.write(
-            replace(machine_of([jobs[c.name] for c in FITTED]), cores=None), args.machine
-        )
+        fitted = machine_of([jobs[c.name] for c in FITTED])
+        machines.write(replace(fitted, cores=None), Path(args.machine))
     return status

@@ -1,7 +1,4 @@
-"""One rank of a cell: times collectives for the fit, or steps that the plan predicts.
-
-    PYTHONPATH=scripts scripts/netlab --hosts 2 --rate 100mbit -- horovodrun --gloo
-        python scripts/benchmarks/plan_rank.py --model resnet18 --json found.json
+"""A rank of the benchmark `plan`: times collectives for the fit, or steps that the plan predicts.
 
 On a cell for fitting, rank 0 times the kernels alone, then all ranks time collectives. On other
 cells all ranks make steps, one exchange after the other. The slowest rank's time counts.
@@ -11,22 +8,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from benchmarks.plan import DENSE, LEAST, MOST, NONE, SETTLED, STRATEGIES, Exchange
+from benchmarks.plan import DENSE, LEAST, MOST, NONE, SETTLED, STRATEGIES, Cell, Exchange
 from benchmarks.shapes import Shapes, training
 from horovod_topk.cli.bench.ranks import HorovodRanks, barrier, most
 from horovod_topk.cli.frameworks import Framework, find
-from horovod_topk.cli.models import MODELS
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.measure import timed
 from horovod_topk.cli.timing import clocked
@@ -67,10 +61,10 @@ def repeated(step: Callable[[], None], warm_up: int) -> list[float]:
     return taken
 
 
-def steps(name: str, strategies: Iterable[Exchange]) -> dict[str, list[float]]:
+def steps(name: str) -> dict[str, list[float]]:
     """Step times of each exchange; dense has one warm-up step, in which names are cached."""
     found = {}
-    for strategy in strategies:
+    for strategy in STRATEGIES:
         step = step_of(Shapes(name), strategy)
         found[strategy.name] = repeated(step, warm_up=1 if strategy == DENSE else SETTLED)
         del step
@@ -84,30 +78,18 @@ def samples(framework: Framework) -> list[tuple[dict[str, Any], float]]:
     return [(asdict(collective), took) for collective, took in timed(framework, nodes)]
 
 
-def main() -> None:
-    """Measure; rank 0 writes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, help="whose steps; none: collectives alone")
-    parser.add_argument("--without-dense", action="store_true", help="no dense steps")
-    parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args()
+def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure; rank 0 returns what it found."""
     framework = find()
     assert framework is not None, "Horovod serves no framework: horovod-topk doctor says why"
     found: dict[str, Any] = {}
-    if args.model is None and launched_rank() == 0:
+    if cell.model is None and launched_rank() == 0:
         found["kernels"] = asdict(kernels.measure(framework, TopK(ratio=0.01, values="float32")))
     hvd.init()
-    if args.model is None:
+    if cell.model is None:
         found["samples"] = samples(framework)
     else:
-        strategies = [
-            strategy for strategy in STRATEGIES if not (args.without_dense and strategy == DENSE)
-        ]
-        found["repeats"] = steps(args.model, strategies)
-    if hvd.rank() == 0:
-        args.json.write_text(json.dumps(found))
+        found["repeats"] = steps(cell.model)
+    rank = hvd.rank()
     hvd.shutdown()
-
-
-if __name__ == "__main__":
-    main()
+    return found if rank == 0 else None

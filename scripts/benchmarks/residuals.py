@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import time
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +17,15 @@ import torch
 from tqdm import tqdm
 
 import pages
-from benchmarks.residuals_watch import Norms, Watched, along
-from horovod_topk.cli.compare.simulated.exchanges import Compressed
+from benchmarks.watched import Watched
 from horovod_topk.cli.compare.simulated.training import Job
 from horovod_topk.core.run.substitute import parse
+from pages import Values
+from pages.markdown import table
 from study.workloads import workload
 
 RANKS, STEPS, LR, RATIO, SEED = 4, 1000, 0.1, 0.01, 0  # the rate: frontier.toml
 IDLE_EVERY = 4
-EVERY = 5  # steps between two points of a curve; extremes are of all steps
 
 Record = dict[str, Any]
 
@@ -67,64 +64,96 @@ RUNS = (
 )
 
 
-def write() -> None:
-    """All runs, one after another."""
-    runs = [{"name": run.name, **train(run)} for run in tqdm(RUNS, unit="run")]
-    record = {
-        "environment": harness.environment({"torch": torch.__version__}),
-        "time": time.strftime("%H:%M UTC", time.gmtime()),
-        "load": [round(each, 1) for each in os.getloadavg()],
-        "every": EVERY,
-        "ratio": RATIO,
-        "runs": runs,
-    }
-    (pages.RESULTS / "residuals.json").write_text(json.dumps(record) + "\n")
+TITLES = {run.name: run.title for run in RUNS}
 
 
 def train(run: Run, steps: int = STEPS) -> Record:
-    """A run's score and each rank's norms."""
+    """Train once, and return the score and each rank's largest norms."""
     job = run.job(steps)
-    assert isinstance(job.exchange, Compressed)
-    names = [name for name, _ in job.model.named_parameters()]
-    watched = Watched(job.exchange, names, run.idle_every)
-    job.exchange = watched
+    watched = Watched(job, [[name for name, _ in job.model.named_parameters()]], run.idle_every)
     for _ in range(steps):
         job.step()
-    accuracy = job.score()["accuracy"]
-    ranks = [_rank(norms) for norms in watched.norms]
-    return {"steps": steps, "accuracy": accuracy, "ranks": ranks}
-
-
-def _rank(norms: Norms) -> Record:
+    ranks = zip(_largest(watched.gradient), _largest(watched.residual), strict=True)
     return {
-        "gradient": _curve(norms.gradient),
-        "residual": _curve(norms.residual),
-        "owned": _curve(norms.owned),
-        "bound": _curve(list(along(RATIO, norms.gradient))),
-        "largest_gradient": _short(max(norms.gradient)),
-        "median_gradient": _short(statistics.median(norms.gradient)),
-        "largest_residual": _short(max(norms.residual)),
-        "last_residual": _short(norms.residual[-1]),
-        "largest_owned": _short(max(norms.owned)),
-        "median_contraction": _short(statistics.median(norms.contraction)),
-        "least_contraction": _short(min(norms.contraction)),
-        "largest_bound": _short(max(along(RATIO, norms.gradient))),
+        "steps": steps,
+        "accuracy": job.score()["accuracy"],
+        "ranks": [{"largest_gradient": g, "largest_residual": e} for g, e in ranks],
     }
 
 
-def _curve(values: list[float]) -> list[float]:
-    return [_short(value) for value in values[EVERY - 1 :: EVERY]]
+def _largest(norms: list[torch.Tensor]) -> list[float]:
+    """Return each rank's largest norm, of four digits."""
+    most: list[float] = torch.stack(norms).amax(dim=(0, 2)).tolist()
+    return [float(f"{each:.4g}") for each in most]
 
 
-def _short(value: float) -> float:
-    """Four digits are more than anyone reads off."""
-    return float(f"{value:.4g}")
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(args: argparse.Namespace) -> int:
     """Train, then write the page."""
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(arguments)
     torch.set_num_threads(1)  # sums keep their order from run to run
-    write()
+    record = {
+        "environment": harness.environment({"torch": torch.__version__}),
+        "ratio": RATIO,
+        "runs": [{"name": run.name, **train(run)} for run in tqdm(RUNS, unit="run")],
+    }
+    (pages.RESULTS / "residuals.json").write_text(json.dumps(record) + "\n")
     pages.write("residuals")
     return 0
+
+
+def karimireddy(delta: float) -> float:
+    """Bound a residual's norm, in those of the largest gradient (Karimireddy et al. 2019).
+
+    By Lemma 3, in units of the learning rate, which our residuals, of gradients, are not multiplied
+    by. Top-K with k of n elements has delta = k / n.
+    """
+    return 2 * math.sqrt(1 - delta) / delta
+
+
+def values(record: Record) -> Values:
+    """The page's figures by name."""
+    first = record["runs"][0]
+    return dict(
+        steps=first["steps"],
+        ranks=len(first["ranks"]),
+        lr=LR,
+        ratio=record["ratio"],
+        beside=_beside(record),
+        **_reading(record),
+    )
+
+
+def worst_rank(run: Record) -> tuple[int, Record]:
+    """The rank whose residual became the largest."""
+    return max(enumerate(run["ranks"]), key=lambda each: each[1]["largest_residual"])
+
+
+def _beside(record: Record) -> str:
+    header = ["gradients", "accuracy", "largest gradient G", "largest residual", "in G"]
+    header += ["Karimireddy's bound, in G"]
+    return table(header, (_line(record["ratio"], run) for run in record["runs"]))
+
+
+def _line(ratio: float, run: Record) -> list[str]:
+    _, rank = worst_rank(run)
+    largest, residual = rank["largest_gradient"], rank["largest_residual"]
+    return [
+        TITLES[run["name"]],
+        f"{100 * run['accuracy']:.2f}%",
+        f"{largest:.3g}",
+        f"{residual:.3g}",
+        f"{residual / largest:.2f}",
+        f"{karimireddy(ratio):.0f}",
+    ]
+
+
+def _reading(record: Record) -> Values:
+    runs = {run["name"]: run for run in record["runs"]}
+    bound = karimireddy(record["ratio"])
+    ranks = [rank for run in runs.values() for rank in run["ranks"]]
+    idle, twin = runs["idle"]["ranks"][-1], runs["equal"]["ranks"][-1]
+    return {
+        "worst_share": max(
+            100 * rank["largest_residual"] / (bound * rank["largest_gradient"]) for rank in ranks
+        ),
+        "idle": idle["largest_residual"] / twin["largest_residual"],
+    }

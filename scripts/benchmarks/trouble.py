@@ -13,23 +13,21 @@ The authors' bias: they want TopKEF to win.
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import Jobs, on_hosts
+from benchmarks.jobs import Jobs, on_ranks
 from cluster import Cluster, Link
 from cluster.host import INTERFACE, NETWORK
 from horovod_topk.cli.machine import machine
+from pages import Values
+from pages.markdown import table
 
-RANK = Path(__file__).with_name("trouble_rank.py")
 GRACE_SECONDS = 240.0  # of a job, beside its training
 HOSTS = 4
 RATE = "100mbit"  # of each host's link
-STEPS = 150
 COMPUTE = 0.02  # seconds that a rank sleeps in a step, in place of a model's compute
 WAYS = ("dense", "TopKEF", "TopKEF int8")
 
@@ -66,25 +64,95 @@ def measure(run: Run, args: argparse.Namespace) -> dict[str, Any]:
             route = [NETWORK.format(number="0/24"), "dev", INTERFACE, "src", host.address]
             host.check(["ip", "route", "change", *route, "rto_min", str(run.rto_min)])
 
-    load, limit = os.getloadavg(), run.limit_seconds
-    command = [RANK, "--steps", args.steps, "--slow", run.slow, "--limit-seconds", limit]
-    cluster = Cluster(HOSTS, Link.of(RATE, run.loss))
-    job = on_hosts(command, cluster, limit + GRACE_SECONDS, prepare=send_again_sooner)
-    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    loads = {"before": round(load[0], 1), "after": round(os.getloadavg()[0], 1)}
+    cluster, limit = Cluster(HOSTS, Link.of(RATE, run.loss)), run.limit_seconds + GRACE_SECONDS
+    job = on_ranks("trouble_rank", run, args, cluster, limit, prepare=send_again_sooner)
+    return {**job, "machine": machine()}
+
+
+JOBS = Jobs("trouble", RUNS, measure, {"steps": (150, "of each method")})
+
+
+Job = dict[str, Any]
+Results = dict[str, Job]
+
+
+def values(results: Results) -> Values:
+    """The page's figures by name."""
     return {
-        **job,
-        "planned_steps": args.steps,
-        "load": loads,
-        "machine": machine() | {"date": date},
+        "hosts": HOSTS,
+        "rate": RATE.replace("mbit", " Mbit/s"),
+        "compute": f"{1e3 * COMPUTE:g}",
+        "times": _times(results),
+        "same": "\n".join(_same_weights(results)),
+        "sooner": "\n".join(_sooner(results)),
     }
 
 
-JOBS = Jobs("trouble", RUNS, measure)
+def resent(job: Job) -> float:
+    """Share of the TCP segments that were sent again."""
+    sent = sum(host["sent"] for host in job["segments"])
+    return float(sum(host["resent"] for host in job["segments"]) / sent)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure and write; the exit status."""
-    parser = JOBS.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    return JOBS.main(parser, arguments)
+def _times(results: Results) -> str:
+    header = ["trouble", "packets sent again", "", "step, ms", "times none", "exchange, ms"]
+    header += ["dense's step / this"]
+    return table(header, (line for key in results for line in _time_lines(results, key)))
+
+
+def _time_lines(results: Results, key: str) -> Iterator[list[str]]:
+    job = results[key]
+    for way in WAYS:
+        found, plain = job["ways"][way], results[PLAIN]["ways"][way]
+        is_first = way == WAYS[0]
+        yield [
+            RUNS[key].title if is_first else "",
+            f"{100 * resent(job):.2g}%" if is_first else "",
+            way,
+            _typical(found["step"]),
+            f"{_median(found['step']) / _median(plain['step']):.2f}",
+            _typical(found["exchange"]),
+            f"{_median(job['ways'][WAYS[0]]['step']) / _median(found['step']):.1f}",
+        ]
+
+
+def _typical(seconds: list[float]) -> str:
+    ninth = statistics.quantiles(seconds, n=10)[-1]
+    return f"{1e3 * _median(seconds):.0f} ({1e3 * ninth:.0f})"
+
+
+def _median(seconds: list[float]) -> float:
+    return statistics.median(seconds)
+
+
+def is_same(results: Results, key: str, way: str) -> bool:
+    """Whether every rank has the weights that it has without trouble.
+
+    They are those after the last step that both jobs recorded.
+    """
+    marks, plain = (results[each]["ways"][way]["marks"] for each in (key, PLAIN))
+    step = max(marks.keys() & plain.keys(), key=int)
+    here, there = ([rank["weights"] for rank in ranks[step]] for ranks in (marks, plain))
+    return here == there
+
+
+def _same_weights(results: Results) -> Iterator[str]:
+    troubled = [key for key in results if key != PLAIN]
+    for way in WAYS:
+        same = [is_same(results, key, way) for key in troubled]
+        yield (
+            f"- {way}: in {sum(same)} of {len(same)} jobs, the same weights as in the job without "
+            "trouble."
+        )
+
+
+def _sooner(results: Results) -> Iterator[str]:
+    """The effect of a shorter time-out, where it was measured."""
+    for key in results:
+        sooner = f"{key}-soon"
+        if sooner in results:
+            before, after = (_median(results[k]["ways"][WAYS[-1]]["step"]) for k in (key, sooner))
+            yield (
+                f"  With {RUNS[key].title}, this shortened a step with {WAYS[-1]} from "
+                f"{1e3 * before:.0f} to {1e3 * after:.0f} ms."
+            )

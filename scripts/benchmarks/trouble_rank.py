@@ -1,18 +1,14 @@
-"""One rank, alone on its host: trains the digits with each method in turns.
-
-`benchmarks.trouble` starts it, with this repository, scripts/ and examples/ on PYTHONPATH.
+"""A rank of the benchmark `trouble`, alone on its host, trains with each method in turns.
 
 Every method has its own model and optimizer, and all see the same batches. Ranks sleep in place of
 a larger model's compute, so a slow rank does not depend on how busy the cores are. Digests of the
-weights and of the residuals, every few steps, show whether trouble changed any bit. Rank 0 writes
-the results.
+weights, every few steps, show whether trouble changed any bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,10 +24,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.trouble import COMPUTE, STEPS, WAYS
+from benchmarks.trouble import COMPUTE, WAYS, Run
 from horovod_topk.torch import TopKEF
 
-MARK = 10  # steps between two records of weights, residuals and accuracy
+MARK = 10  # steps between two records of weights
 BATCH_SIZE, LR, SEED = 16, 0.1, 0
 PLAIN = {"ratio": 0.01, "momentum": 0, "follow_lr": False, "warmup": None}
 COMPRESSIONS = {
@@ -65,7 +61,7 @@ class Training:
         self._schedule = LambdaLR(self._optimizer, harness.warmup_cosine(steps))
         data = pytorch_digits.digits("training")
         self._batches = torch_harness.batches(*data, batch_size=BATCH_SIZE, seed=SEED)
-        self.times, self.marks = Times(), dict[int, dict[str, Any]]()
+        self.times, self.marks = Times(), dict[int, dict[str, str]]()
 
     def step(self, compute: float) -> None:
         """One step, which all ranks begin together."""
@@ -84,38 +80,19 @@ class Training:
         self.times.step.append(time.perf_counter() - began)
         self.times.exchange.append(done - ready)
 
-    @torch.no_grad()
     def mark(self, step: int) -> None:
         """Note where training stands."""
-        images, labels = pytorch_digits.digits("held-out")
-        right = (self.model(images).argmax(dim=1) == labels).double().mean().item()
-        found = {"weights": digest(self.model.parameters()), "accuracy": round(right, 5)}
-        if self.way != "dense":
-            state = TopKEF.of(self._optimizer)
-            residuals = state.state_dict()["residuals"]
-            found["residuals"] = digest(residuals[name] for name in sorted(residuals))
-            stats = state.stats()
-            found["residual_norm"] = stats.residual_norm
-            found["gradient_norm"] = stats.gradient_norm
-        self.marks[step] = found
+        self.marks[step] = {"weights": digest(self.model.parameters())}
 
     def found(self) -> dict[str, Any]:
         """Of all ranks; call it on every one."""
-        name = f"found.{self.way}"
-        ranks = hvd.allgather_object((self.times, self.marks), name=name)
-        exchange = list(zip(*(times.exchange for times, _ in ranks), strict=True))
+        ranks = hvd.allgather_object((self.times, self.marks), name=f"found.{self.way}")
         return {
             "step": _short(map(max, zip(*(times.step for times, _ in ranks), strict=True))),
-            "exchange": _short(map(min, exchange)),  # of the rank that came last
-            "waiting": _short(map(max, exchange)),  # and of the one that came first
-            "sent_bytes": self._sent_bytes(),
+            # Of the rank that came last.
+            "exchange": _short(map(min, zip(*(t.exchange for t, _ in ranks), strict=True))),
             "marks": {step: [marks[step] for _, marks in ranks] for step in self.marks},
         }
-
-    def _sent_bytes(self) -> int:
-        if self.way == "dense":
-            return torch_harness.allreduce_bytes(self.model, "none")
-        return TopKEF.of(self._optimizer).stats().sent_bytes
 
 
 def _short(seconds: Iterable[float]) -> list[float]:
@@ -158,26 +135,15 @@ def turns(limit_seconds: float, steps: int, compute: float) -> list[Training]:
     return trainings
 
 
-def main() -> None:
-    """Measure; rank 0 writes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--slow", type=float, default=1.0)
-    parser.add_argument("--limit-seconds", type=float, default=600.0)
-    parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args()
+def measure(run: Run, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Train with all methods; rank 0 returns what all ranks found."""
     torch.set_num_threads(1)
     hvd.init()
     before = segments()
     is_slow = hvd.rank() == hvd.size() - 1
-    trainings = turns(args.limit_seconds, args.steps, COMPUTE * (args.slow if is_slow else 1))
+    trainings = turns(run.limit_seconds, args.steps, COMPUTE * (run.slow if is_slow else 1))
     after = segments()
     mine = {key: after[key] - before[key] for key in after}
     everyone = hvd.allgather_object(mine, name="segments")
     ways = {training.way: training.found() for training in trainings}
-    if hvd.rank() == 0:
-        args.json.write_text(json.dumps({"ranks": hvd.size(), "segments": everyone, "ways": ways}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"segments": everyone, "ways": ways} if hvd.rank() == 0 else None

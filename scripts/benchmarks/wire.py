@@ -17,25 +17,29 @@ The authors' bias: they want few bytes for TopKEF. The same counters count every
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import math
+import statistics
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import Jobs, on_hosts
+from benchmarks.jobs import Jobs, on_ranks
 from cluster import Cluster, Link
+from horovod_topk.cli.bench.nic import HEADERS
 from horovod_topk.cli.machine import machine
+from pages import Values
+from pages.markdown import table
 
 QUIET, DEFAULT = 50, 1  # milliseconds a cycle
 LIMIT_SECONDS = 1200.0  # a job
-RANK = Path(__file__).with_name("wire_rank.py")
 CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 DENSE, HALF = "Horovod, dense", "Horovod, fp16"
+Job = dict[str, Any]
 EXCHANGES = ("allgather", "sharded")
 NODES = "hierarchical"  # where a host has several ranks
 VALUES = ("float32", "int8", "int4")
-SETTINGS = ({"ratio": 0.01}, {"ratio": 0.001, "min_numel": 0})  # what TopKEF is given
 
 
 @dataclass(frozen=True)
@@ -44,27 +48,22 @@ class Way:
 
     exchange: str
     values: str
-    ratio: float = 1.0
-    min_numel: int = 1024
+    ratio: float = 0.01
 
     @property
     def name(self) -> str:
         """As in tables and in files."""
         if self.exchange in (DENSE, HALF):
             return self.exchange
-        suffix = "" if self.min_numel else ", min_numel=0"
-        return f"{self.exchange}, {self.values}, {self.ratio:g}{suffix}"
+        return f"{self.exchange}, {self.values}, {self.ratio:g}"
 
 
 def ways(slots: int = 1) -> Iterator[Way]:
     """All methods for so many ranks a host, dense first."""
     yield Way(DENSE, "float32")
     yield Way(HALF, "float16")
-    exchanges = EXCHANGES if slots == 1 else (*EXCHANGES, NODES)
-    for settings in SETTINGS:
-        for exchange in exchanges:
-            for values in VALUES:
-                yield Way(exchange, values, **settings)
+    for exchange in EXCHANGES if slots == 1 else (*EXCHANGES, NODES):
+        yield from (Way(exchange, values) for values in VALUES)
 
 
 @dataclass(frozen=True)
@@ -90,21 +89,74 @@ class Setting:
 def measure(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     """Run one job: bytes that each card sent with each method."""
     cluster = Cluster(setting.hosts, Link.of("1gbit"), slots=setting.slots)
-    job = on_hosts([RANK, "--steps", args.steps], cluster, LIMIT_SECONDS, setting.environment)
+    job = on_ranks("wire_rank", setting, args, cluster, LIMIT_SECONDS, setting.environment)
     there = {"congestion control": CONTROL.read_text().strip(), "cycle": setting.cycle}
     return {"cycle": setting.cycle, **job, "machine": machine() | there}
 
 
-SETTINGS_OF_JOBS = (
-    *(Setting(hosts) for hosts in range(2, 9)),
-    *(Setting(hosts, DEFAULT) for hosts in (2, 4, 8)),
+SETTINGS = (
+    *(Setting(hosts, cycle) for cycle in (QUIET, DEFAULT) for hosts in (2, 4, 8)),
     *(Setting(hosts, slots=2) for hosts in (2, 4)),
 )
-JOBS = Jobs("wire", {each.name: each for each in SETTINGS_OF_JOBS}, measure, indent=1)
+OPTIONS = {"steps": (2, "counted steps of each method")}
+JOBS = Jobs("wire", {each.name: each for each in SETTINGS}, measure, OPTIONS, indent=1)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure and write; the exit status."""
-    parser = JOBS.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=2, help="counted steps of each method")
-    return JOBS.main(parser, arguments)
+def values(results: Mapping[str, Job]) -> Values:
+    """The page's figures by name."""
+    jobs = [results[name] for name in JOBS.named if name in results]
+    alone = [job for job in jobs if job["slots"] == 1]
+    return {
+        "headers": HEADERS,
+        "quiet": QUIET,
+        "overhead": _overhead(alone),
+        "reduced": _reduced([job for job in alone if job["cycle"] == QUIET]),
+        "shared": _reduced([job for job in jobs if job["slots"] > 1]),
+    }
+
+
+def _hosts(job: Job) -> int:
+    return int(job["ranks"] // job["slots"])
+
+
+def _overhead(jobs: list[Job]) -> str:
+    """Bytes on the card for each byte of `stats()`: a row a setting, a column a job."""
+    header = ["", *(f"{_hosts(job)} hosts, {job['cycle']} ms" for job in jobs)]
+    found = [figures(job) for job in jobs]
+    rows = (
+        [name, *(f"{of[name].card / (of[name].stats or math.nan):.2f}" for of in found)]
+        for name, each in found[0].items()
+        if each.stats
+    )
+    return table(header, rows)
+
+
+def _reduced(jobs: list[Job]) -> str:
+    """How many times fewer bytes leave the card than with Horovod's dense allreduce."""
+    found = {_hosts(job): figures(job) for job in jobs}
+    names = [name for name in next(iter(found.values())) if name not in (DENSE, HALF)]
+    rows = (
+        [name, *(f"{of[DENSE].card / of[name].card:,.0f}" for of in found.values())]
+        for name in names
+    )
+    return table(("", *(f"{hosts} hosts" for hosts in found)), rows)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one method in one job, in bytes a step and host."""
+
+    card: float  # left the card, with all headers
+    stats: float | None  # bytes that leave a host, by `TopKEF.stats()`
+
+
+def figures(job: Job) -> dict[str, Figures]:
+    """By the names of the methods that are measured."""
+    names = {way.name for way in ways(job["slots"])}
+    return {way["way"]: _mean(way["hosts"]) for way in job["ways"] if way["way"] in names}
+
+
+def _mean(hosts: list[dict[str, Any]]) -> Figures:
+    stats = [host["stats"] for host in hosts]
+    card = statistics.fmean(host["bytes"] for host in hosts)
+    return Figures(card, None if None in stats else statistics.fmean(stats))

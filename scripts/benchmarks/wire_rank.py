@@ -1,26 +1,19 @@
-"""One rank: the bytes that its host's card sends with each method. Rank 0 writes all results.
-
-PYTHONPATH=scripts scripts/netlab --hosts 4 -- horovodrun --gloo
-python scripts/benchmarks/wire_rank.py --json found.json
-"""
+"""A rank of the benchmark `wire`: the bytes that its host's card sends with each method."""
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
 from benchmarks.shapes import Shapes, training
-from benchmarks.wire import DENSE, HALF, Way, ways
+from benchmarks.wire import DENSE, HALF, Setting, Way, ways
 from cluster.host import INTERFACE
 from horovod_topk.cli.bench.nic import Sent, scheduled
 from horovod_topk.torch import TopKEF
@@ -47,24 +40,17 @@ def step_of(way: Way, model: Shapes) -> tuple[Callable[[], None], Any]:
     return training(model, compression, partial(model.loss, directions))
 
 
-def measure(way: Way, model: Shapes, steps: int) -> dict[str, Any]:
-    """Measure one setting's bytes and seconds of a step on this host, between two barriers."""
+def counted(way: Way, model: Shapes, steps: int) -> dict[str, Any]:
+    """Count the bytes of one setting's steps on this host, between two barriers."""
     step, optimizer = step_of(way, model)
     for _ in range(WARM_UP):
         step()
     hvd.barrier()
-    before, began = sent(), time.perf_counter()
+    before = sent()
     for _ in range(steps):
         step()
     hvd.barrier()  # what this rank has sent may still be on its way
-    seconds, counted = time.perf_counter() - began, sent() - before
-    return {
-        "seconds": float(hvd.allreduce(torch.tensor(seconds), op=hvd.Max, name="longest")) / steps,
-        "packets": counted.packets / steps,
-        "bytes": counted.bytes / steps,
-        "payload": counted.payload / steps,
-        "stats": _leaves_host(way, optimizer),
-    }
+    return {"bytes": (sent() - before).bytes / steps, "stats": _leaves_host(way, optimizer)}
 
 
 def _leaves_host(way: Way, optimizer: Any) -> int | None:
@@ -80,29 +66,14 @@ def all_ways(steps: int) -> Iterator[dict[str, Any]]:
     """One after the other: together their residuals would not fit in memory."""
     model = Shapes()
     for way in ways(hvd.local_size()):
-        found = measure(way, model, steps)
-        hosts = hvd.allgather_object(found, name="found")
+        hosts = hvd.allgather_object(counted(way, model, steps), name="found")
         yield {"way": way.name, **asdict(way), "hosts": hosts}
         gc.collect()
 
 
-def main() -> None:
-    """Measure; rank 0 writes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args()
+def measure(setting: Setting, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure all methods; rank 0 returns them."""
     torch.set_num_threads(1)
     hvd.init()
-    found = {
-        "ranks": hvd.size(),
-        "slots": hvd.local_size(),
-        "steps": args.steps,
-        "ways": list(all_ways(args.steps)),
-    }
-    if hvd.rank() == 0:
-        args.json.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    found = {"ranks": hvd.size(), "slots": hvd.local_size(), "ways": list(all_ways(args.steps))}
+    return found if hvd.rank() == 0 else None

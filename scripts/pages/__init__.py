@@ -31,12 +31,12 @@ REPORTS = {  # results of benchmarks -> the module whose `values` turns them int
     "fsdp": "benchmarks.fsdp",
     "gpu": "benchmarks.gpu_compiled",
     "kernels": "benchmarks.kernels_page",
-    "network": "benchmarks.network_page",
+    "network": "benchmarks.network",
     "plan-grid": "benchmarks.plan_page",
     "readme": "front",
-    "residuals": "benchmarks.residuals_page",
-    "trouble": "benchmarks.trouble_page",
-    "wire": "benchmarks.wire_page",
+    "residuals": "benchmarks.residuals",
+    "trouble": "benchmarks.trouble",
+    "wire": "benchmarks.wire",
 }
 FIGURE = re.compile(r"\{\{(.*?)\}\}", re.S)
 

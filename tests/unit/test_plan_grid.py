@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import pages
-from benchmarks import plan, plan_page
-from benchmarks.plan import CELLS, DENSE, FITTED, GUESSED, NONE, STRATEGIES, Cell
+from benchmarks import plan_page
+from benchmarks.plan import CELLS, FITTED, GUESSED, NONE, STRATEGIES, Cell
 from benchmarks.plan_guesses import Row, guesses, machine_of, rows
 from horovod_topk.cli.plan.measure import gathered
 from horovod_topk.cost.collective_cost import ring_allreduce
@@ -126,22 +124,3 @@ def test_figures_of_some_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "| with overlap | all | 3 |" in values["errors"]
     assert "| with overlap | all | 3 | 0% " not in values["errors"]
     assert values["picture"]() and (tmp_path / "plan-grid.png").stat().st_size > 10_000
-
-
-def test_dense_steps_and_constants_outlast_what_is_measured_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (fit_on, *_), kept, told = FITTED, {**JOBS, CELL.name: guessed(CELL)}, []
-
-    def measured(command: list[Any], *_: Any) -> dict[str, Any]:
-        told.append(command[1:])
-        return {"repeats": {s.name: [7.0] for s in STRATEGIES if s != DENSE}}
-
-    monkeypatch.setattr(pages, "stored", lambda _: kept)
-    monkeypatch.setattr(plan, "on_hosts", measured)
-    ours = argparse.Namespace(ours=True)
-    assert plan.measure(fit_on, ours) == kept[fit_on.name]
-    anew = plan.measure(CELL, ours)["repeats"]
-    assert told == [["--model", "resnet18", "--without-dense"]]
-    assert anew.pop(DENSE.name) == kept[CELL.name]["repeats"][DENSE.name]
-    assert set(map(tuple, anew.values())) == {(7.0,)}
