@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -159,15 +158,11 @@ def measure(kills: int, seeds: int, steps: int) -> dict[str, Any]:
     return {"jobs": jobs, "settings": settings, "environment": harness.environment(versions)}
 
 
-def main(arguments: Sequence[str]) -> int:
+OPTIONS = {"kills": (100, "in all"), "seeds": (3, "pairs of jobs"), "steps": (1000, "of a job")}
+
+
+def main(args: argparse.Namespace) -> int:
     """Measure and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000)
-    args = parser.parse_args(arguments)
     found = measure(args.kills, args.seeds, args.steps)
     (pages.RESULTS / "crashes.json").write_text(json.dumps(found, indent=1) + "\n")
     pages.write("crashes")

@@ -268,9 +268,8 @@ def traffic() -> Any:
     return json.loads(done.stdout)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(args: argparse.Namespace) -> int:
     """Compile, and write results and page."""
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args(arguments)
     found = []
     for build in tqdm([*of_buckets([*VALUES], FLOAT32), *of_lists()], disable=None):
         each = {generation: counted(build, generation) for generation in GENERATIONS}

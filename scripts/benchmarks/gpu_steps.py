@@ -17,17 +17,17 @@ import argparse
 import statistics
 import sys
 import time
-import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from benchmarks.gpu import origin, refuse
+from benchmarks.gpu import origin
 from benchmarks.simulated import PARTS, PLAIN, RANKS, NamedState, Training
 from horovod_topk.cli.compare.simulated import exchanges
 from horovod_topk.cli.models import specs_of
@@ -52,7 +52,7 @@ class Row:
     optimizer: str  # sgd, adamw or none: no step
     call: str | None  # the compressor, as after its warm-up; None: dense
     checks: bool = False  # compare its bits with those of the CPU
-    profiles: bool = False  # count its launches and its host synchronisations
+    profiles: bool = False  # time the GPU's own work
 
 
 ROWS = (
@@ -81,6 +81,21 @@ def refuse_without_kernels(plan: Plan, device: str) -> None:
         reason = unsupported(bucket.config.recipe(bucket), bucket.device)
         if reason:
             sys.exit(f"gpu_steps cannot run: {reason}")
+
+
+def refuse(what: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """End the program if a result of the kernels has other bits than the verbs' result."""
+    differ, largest = 0, 0.0
+    for one, other in zip(expected, (each.cpu() for each in found), strict=True):
+        differ += int((one.view(torch.uint8) != other.view(torch.uint8)).sum())
+        if one.numel():
+            largest = max(largest, float((one.double() - other.double()).abs().max()))
+    if differ:
+        total = sum(each.numel() * each.element_size() for each in expected)
+        sys.exit(
+            f"{what} differs from the verbs' in {differ:,} of {total:,} bytes, by {largest:g} at "
+            "most: do not use these kernels"
+        )
 
 
 def check(specs: Sequence[TensorSpec], device: str, row: Row) -> None:
@@ -150,65 +165,22 @@ def floors(specs: Sequence[TensorSpec], device: str) -> dict[str, NamedState]:
     return {"`r += g`": partial(r.add_, g), "copy of the gradients": partial(r.copy_, g)}
 
 
-class Synchronisations:
-    """Counts where the parts of a step make the host wait for the GPU."""
+def work(training: Training) -> str:
+    """Return the milliseconds that the GPU itself works in encode and decode of a step, as text."""
+    found: dict[str, float] = {}
 
-    def __init__(self) -> None:
-        self.found: dict[str, Counter[str]] = {}
-
-    def __call__(self, name: str, part: NamedState) -> None:
-        """Run a part."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                part()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        self.found[name] = Counter(
-            f"{each.filename.rpartition('horovod_topk/')[2]}:{each.lineno}"
-            for each in caught
-            if "called a synchronizing" in str(each.message)
-        )
-
-
-class Profile:
-    """Counts the kernels that the parts of a step launch, and adds up their milliseconds."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[int, float]] = {}
-
-    def __call__(self, name: str, part: NamedState) -> None:
-        """Run a part."""
+    def profiled(name: str, part: NamedState) -> None:
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         wait("cuda")
         with torch.profiler.profile(activities=activities) as profiler:
             part()
             wait("cuda")
-        launches, microseconds = 0, 0.0
-        for event in profiler.key_averages():
-            if event.device_type.name != "CUDA":
-                launches += event.count * ("LaunchKernel" in event.key)
-            elif not event.is_user_annotation:
-                microseconds += event.self_device_time_total
-        self.found[name] = launches, microseconds / 1e3
+        events = profiler.key_averages()
+        own = [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
+        found[name] = sum(event.self_device_time_total for event in own) / 1e3
 
-
-def insight(training: Training) -> str:
-    """Describe what encode and decode of a step do on the GPU."""
-    synchronisations, profile = Synchronisations(), Profile()
-    training(synchronisations)
-    training(profile)
-    parts = []
-    for name in PARTS[:2]:
-        launches, ms = profile.found[name]
-        places = synchronisations.found[name]
-        where = f" ({', '.join(places)})" if places else ""
-        parts.append(
-            f"{name}: {launches} launches, {ms:.2f} ms of kernels, "
-            f"{places.total()} host synchronisations{where}"
-        )
-    return "; ".join(parts)
+    training(profiled)
+    return ", ".join(f"{name}: {found[name]:.2f} ms of kernels" for name in PARTS[:2])
 
 
 def measure(trainings: dict[str, Training], device: str, repeats: int) -> dict[str, Clock]:
@@ -258,14 +230,16 @@ def chosen(only: str) -> list[Row]:
     return [row for row in ROWS if only in row.name]
 
 
-def main(arguments: Sequence[str]) -> int:
+OPTIONS = {
+    "repeats": (40, "timed steps"),
+    "only": ("", "rows whose names have this"),
+    "model": ("resnet50", "or a JSON file of shapes by name"),
+    "device": ("cuda", "or cpu"),
+}
+
+
+def main(args: argparse.Namespace) -> int:
     """Checks, measures, prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--only", default="", help="rows whose names have this")
-    parser.add_argument("--model", default="resnet50", help="or a JSON file of shapes by name")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_steps needs a GPU that torch can use, and there is none here")
     torch.manual_seed(0)
@@ -282,6 +256,6 @@ def main(arguments: Sequence[str]) -> int:
     clocks.update(measure(trainings, args.device, args.repeats))
     profiled = {row.name for row in ROWS if row.profiles and args.device == "cuda"}
     # Last, as a process that has been profiled may be slower.
-    insights = {name: insight(each) for name, each in trainings.items() if name in profiled}
+    insights = {name: work(each) for name, each in trainings.items() if name in profiled}
     print(report(clocks, insights, args))
     return 0

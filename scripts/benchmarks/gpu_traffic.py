@@ -9,9 +9,10 @@ runs it.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -124,7 +125,7 @@ def traffic_of(*, weighed: bool) -> dict[str, list[float]]:
     }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(args: argparse.Namespace) -> int:
     """Print, as JSON, the bytes that kernels move with each way to select elements."""
     moved = {name: traffic_of(weighed=each) for name, each in SELECTED.items()}
     print(json.dumps({"sizes": SIZES, "ranks": RANKS, "moved": moved}))

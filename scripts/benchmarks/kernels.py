@@ -2,8 +2,7 @@
 
 One thread, no network. A step encodes one float32 tensor with error feedback. Each step takes one
 of three gradients with random sign and size, after enough steps for the residual to settle as in
-training. The floor is `residual.add_(gradient)` of the same size. For decoding it is filling the
-output with zeros and reading the payloads once. All rows take turns.
+training. The floor is `residual.add_(gradient)` of the same size. All rows take turns.
 
     python scripts/bench.py kernels [--quick] [--gradients 25000000]
 
@@ -18,26 +17,27 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.encoding import FLOOR, SLOW, Encoding, Gradients, Step, milliseconds
-from benchmarks.kernels_page import NO_CODING, RATIOS, encoding_table, sizes_table
 from horovod_topk.cli.machine import machine
 from horovod_topk.core.plan.shards import shard
 from horovod_topk.core.state.residual import Arenas
 from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps
-from pages import RESULTS, ROOT, write
+from pages import RESULTS, ROOT, Values, write
+from pages.markdown import table
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+RATIOS = (0.1, 0.01, 0.001, 0.0001)
+NO_CODING = "float32, plain"  # entries that are not coded
 ISAS = ("avx512", "avx2", "portable")
 CODINGS = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 
@@ -64,14 +64,13 @@ def available_isas() -> list[str]:
     return list(ISAS[ISAS.index(found.description) :]) if found.library else []
 
 
-def encodings(gradients: Gradients, ratio: float, settle: int) -> dict[str, Step]:
+def encodings(gradients: Gradients, ratio: float) -> dict[str, Step]:
     """All ways of encoding one tensor, each with a residual of its own."""
-    ways: dict[str, Step] = {}
+    ways, settle = dict[str, Step](), settling_steps(len(gradients.current), ratio)
     for isa in available_isas():
         for selection in ("exact", "sampled"):
             with instruction_set(isa):
-                ours = plain(gradients, ratio, selection).settle(settle)
-            ways[f"{isa}, {selection}"] = ours.step
+                ways[f"{isa}, {selection}"] = plain(gradients, ratio, selection).settle(settle).step
     return ways
 
 
@@ -100,19 +99,15 @@ def settling_steps(numel: int, ratio: float) -> int:
 def measure_encoding(numel: int, ratio: float, repeats: int) -> dict[str, float]:
     """Milliseconds of every way at one size and ratio."""
     gradients = Gradients.of(numel)
-    ours = encodings(gradients, ratio, settling_steps(numel, ratio))
-    return medians({**ours, **baselines(gradients, ratio)}, gradients.next, repeats)
+    ways = {**encodings(gradients, ratio), **baselines(gradients, ratio)}
+    return medians(ways, gradients.next, repeats)
 
 
-def measure_decoding(numel: int, ratio: float, repeats: int, indices: str) -> dict[str, float]:
-    """Milliseconds of decoding 1, 2, 4 and 8 payloads, and of the floor of each."""
-    payloads, ways = list[Tensor](), dict[str, Step]()
-    for rank in range(8):
-        last = plain(Gradients.of(numel, seed=rank), ratio, "exact", indices=indices).settle(2)
-        payloads.append(last.payload)
-    for ranks in (1, 2, 4, 8):
-        ways[f"decode {ranks}"] = last.decoding(payloads[:ranks])
-        ways[f"fill and read {ranks}"] = _fill_and_read(torch.cat(payloads[:ranks]), numel)
+def measure_decoding(numel: int, ratio: float, repeats: int) -> dict[str, float]:
+    """Milliseconds of decoding 1, 2, 4 and 8 payloads."""
+    each = [plain(Gradients.of(numel, seed=rank), ratio, "exact").settle(2) for rank in range(8)]
+    payloads = [rank.payload for rank in each]
+    ways = {f"decode {ranks}": each[0].decoding(payloads[:ranks]) for ranks in (1, 2, 4, 8)}
     return medians(ways, None, repeats)
 
 
@@ -135,8 +130,7 @@ def measure_shards(numel: int, ratio: float, repeats: int) -> dict[str, float]:
     """Milliseconds of encoding for 2, 4 and 8 owners, beside encoding for an allgather."""
     gradients = Gradients.of(numel)
     whole = plain(gradients, ratio, "sampled").settle(settling_steps(numel, ratio))
-    ways: dict[str, Step] = {FLOOR: gradients.floor()}
-    ways["allgather"] = whole.step
+    ways = {"allgather": whole.step}
     for owners in (2, 4, 8):
         ways[f"{owners} owners"] = _for_owners(whole, owners, settling_steps(numel, ratio))
     return medians(ways, gradients.next, repeats)
@@ -155,16 +149,6 @@ def _for_owners(whole: Encoding, owners: int, settle: int) -> Step:
     for _ in range(settle):
         whole.gradients.next()
         step()
-    return step
-
-
-def _fill_and_read(gathered: Tensor, numel: int) -> Step:
-    words, output = gathered.view(torch.int64), torch.empty(numel)
-
-    def step() -> None:
-        output.zero_()
-        words.sum()
-
     return step
 
 
@@ -187,45 +171,104 @@ def measure(numel: int, repeats: int, grid: list[tuple[int, float]]) -> dict[str
             runs.append(measure_exchange(selection))
 
     between_ranks()
-    encoding = measure_encoding(numel, 0.01, repeats)
-    between_ranks()
-    indices = ("plain", "packed")
-    decoding = {each: measure_decoding(numel, 0.01, repeats, each) for each in indices}
-    coding = measure_coding(numel, 0.01, repeats)
-    shards = measure_shards(numel, 0.01, repeats)
-    between_ranks()
-    sizes = []
-    for each, (n, ratio) in enumerate(tqdm(grid, disable=None)):
-        sizes.append({"numel": n, "ratio": ratio, "ms": measure_encoding(n, ratio, repeats)})
-        if each == len(grid) // 2:
-            between_ranks()
-    between_ranks()
-    return {
+    found: dict[str, Any] = {
         "machine": machine(),
         "numel": numel,
-        "encoding": encoding,
-        "decoding": decoding,
-        "coding": coding,
-        "shards": shards,
+        "encoding": measure_encoding(numel, 0.01, repeats),
+        "decoding": {"packed": measure_decoding(numel, 0.01, repeats)},
+        "coding": measure_coding(numel, 0.01, repeats),
+        "shards": measure_shards(numel, 0.01, repeats),
         "exchange": exchange,
-        "sizes": sizes,
+        "sizes": [],
     }
+    for each, (n, ratio) in enumerate(tqdm(grid, disable=None)):
+        found["sizes"] += [{"numel": n, "ratio": ratio, "ms": measure_encoding(n, ratio, repeats)}]
+        if each % (len(grid) // 2) == 0:
+            between_ranks()
+    return found
 
 
-def main(arguments: Sequence[str]) -> int:
+OPTIONS = {
+    "quick": (False, "small sizes, and tables alone"),
+    "gradients": (25_000_000, "elements of the tables"),
+}
+
+
+def main(args: argparse.Namespace) -> int:
     """Measure, and write results and page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, and tables alone")
-    parser.add_argument("--gradients", type=int, default=25_000_000, help="elements of the tables")
-    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     repeats = 5 if args.quick else 15
     sizes = [n for n in SIZES if n <= 1_000_000 or not args.quick]
-    grid = [(numel, ratio) for numel in sizes for ratio in RATIOS]
-    found = measure(args.gradients, repeats, grid)
+    found = measure(
+        args.gradients, repeats, [(numel, ratio) for numel in sizes for ratio in RATIOS]
+    )
     if args.quick:
         print(encoding_table(found["encoding"]), sizes_table(found["sizes"]), sep="\n\n")
         return 0
     (RESULTS / "kernels.json").write_text(json.dumps(found, indent=1) + "\n")
     write("kernels")
     return 0
+
+
+def values(found: dict[str, Any]) -> Values:
+    """The page's figures by name."""
+    return found["machine"] | {
+        "numel": f"{found['numel']:,}",
+        "encoding": encoding_table(found["encoding"]),
+        "decoding": _listed(found["decoding"]["packed"], "decode"),
+        "coding": coding(found["coding"]),
+        "owners": _listed(found["shards"], ""),
+        "sizes": sizes_table(found["sizes"]),
+        "exchange": exchange_table(found["exchange"]),
+    }
+
+
+def encoding_table(found: dict[str, float]) -> str:
+    """Every kernel at one size."""
+    floor, topk = found["r += g"], found["torch.topk"]
+    rows = (
+        [name, f"{ms:.1f}", f"{ms / floor:.2f}", f"{topk / ms:.0f}x"] for name, ms in found.items()
+    )
+    return table(["", "ms", "of `r += g`", "faster than torch.topk"], rows)
+
+
+def _listed(found: dict[str, float], kind: str) -> str:
+    shown = [ms for name, ms in found.items() if name.startswith(kind) and name != "r += g"]
+    return ", ".join(f"{ms:.1f}" for ms in shown)
+
+
+def coding(found: dict[str, dict[str, float]]) -> str:
+    """The least and the largest cost of a format beyond selection, as a share of encoding."""
+    base = found[NO_CODING]
+    more = (sum(ms[each] - base[each] for each in ("encode", "decode")) for ms in found.values())
+    shares = sorted(each / base["encode"] for each in more)[1:]  # without the base itself
+    return f"{shares[0]:.0%} to {shares[-1]:.0%}"
+
+
+def sizes_table(cells: list[dict[str, Any]]) -> str:
+    """A row a size, a column a ratio."""
+    rows = [
+        [f"{numel:,}", *(_cell(cell["ms"]) for cell in cells if cell["numel"] == numel)]
+        for numel in dict.fromkeys(cell["numel"] for cell in cells)
+    ]
+    return table(["elements", *(f"{ratio:g}" for ratio in RATIOS)], rows)
+
+
+def _cell(ms: dict[str, float]) -> str:
+    ours = next(iter(ms.values()))
+    return f"{ours / ms['r += g']:.2f} ({ms['torch.topk'] / ours:.0f}x)"
+
+
+def exchange_table(found: dict[str, list[dict[str, float]]]) -> str:
+    """The time that an exchange adds: medians of runs."""
+    columns = {
+        "plain": "step without",
+        "topk": "step with",
+        "exchange": "exchange adds",
+        "memory": "`r += g` and fill",
+    }
+    rows = (
+        [selection, *(f"{statistics.median(run[each] for run in runs):.1f}" for each in columns)]
+        for selection, runs in found.items()
+    )
+    return table(["selection", *columns.values()], rows)

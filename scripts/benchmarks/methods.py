@@ -2,8 +2,7 @@
 
 There is one thread and no network. A step of a codec encodes one float32 matrix with error feedback
 and updates the residual. A step of a method with several rounds runs its rounds on a single rank,
-and also writes the gradient. All methods take turns with `r += g`. Decoding means decoding two
-payloads into a gradient. `--verbs` times the framework's operations instead of kernels.
+and also writes the gradient. All methods take turns with `r += g`.
 
     python scripts/bench.py methods [--rows 5000] [--columns 5000] [--repeats 15] [--only ByteGrad]
     python scripts/bench.py methods --json docs/results/encode.json    # results of docs/methods.md
@@ -16,7 +15,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -89,33 +88,24 @@ def rounds(gradient: Tensor, method: Method, ops: TorchOps) -> Step:
     return reduce
 
 
-def measure(
-    shape: tuple[int, int], names: Sequence[str], repeats: int, ops: TorchOps
-) -> dict[str, dict[str, list[float]]]:
-    """Measure encoding and decoding of the named methods."""
-    gradients = Gradients.of(*shape)
-    encode, decode = ({FLOOR: gradients.floor()} for _ in range(2))
+def measure(shape: tuple[int, int], names: Sequence[str], repeats: int) -> dict[str, list[float]]:
+    """Measure encoding by the named methods.
+
+    Returns:
+        By name: the median milliseconds, and the median multiple of `r += g` in the same turn.
+    """
+    gradients, ops = Gradients.of(*shape), TorchOps()
+    encode = {FLOOR: gradients.floor()}
     for name in names:
         method = method_of(name)
         if isinstance(method, Codec):
-            ours = Encoding(gradients, method, ops).settle(SETTLE)
-            encode[name], decode[name] = ours.step, ours.decoding([ours.payload] * 2)
+            encode[name] = Encoding(gradients, method, ops).settle(SETTLE).step
         else:
             encode[name] = rounds(gradients.current, method, ops)
             for _ in range(SETTLE):
                 gradients.next()
                 encode[name]()
-    return {
-        "encode": medians(encode, gradients.next, repeats),
-        "decode": medians(decode, None, repeats),
-    }
-
-
-def medians(
-    steps: dict[str, Step], before: Callable[[], None] | None, repeats: int
-) -> dict[str, list[float]]:
-    """Median milliseconds of each step, and median multiple of `r += g` in the same turn."""
-    taken = milliseconds(steps, before, repeats, time.thread_time)
+    taken = milliseconds(encode, gradients.next, repeats, time.thread_time)
     return {
         name: [
             statistics.median(each),
@@ -125,26 +115,26 @@ def medians(
     }
 
 
-def main(arguments: Sequence[str]) -> int:
+OPTIONS = {
+    "rows": (5000, "of the matrix"),
+    "columns": (5000, "of the matrix"),
+    "repeats": (15, "timed steps"),
+    "only": ("", "methods whose name contains this"),
+    "json": ("", "write the results to this file"),
+}
+
+
+def main(args: argparse.Namespace) -> int:
     """Measure; print a table, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=5000, help="of the matrix")
-    parser.add_argument("--columns", type=int, default=5000)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--only", default="", help="methods whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--verbs", action="store_true", help="the framework's operations")
-    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     random.seed(0)
     names = [name for name in CALLS if args.only in name]
-    ops = TorchOps(kernels=not args.verbs)
-    found = measure((args.rows, args.columns), names, args.repeats, ops)
-    for what, rows in found.items():
-        print(f"| {what} | ms | of `{FLOOR}` |")
-        for name, (ms, multiple) in rows.items():
-            print(f"| {name} | {ms:.1f} | {multiple:.2f} |")
-    if args.json is not None:
+    encode = measure((args.rows, args.columns), names, args.repeats)
+    print(f"| encode | ms | of `{FLOOR}` |")
+    for name, (ms, multiple) in encode.items():
+        print(f"| {name} | {ms:.1f} | {multiple:.2f} |")
+    if args.json:
         shape = {"rows": args.rows, "columns": args.columns, "repeats": args.repeats}
-        args.json.write_text(json.dumps({**found, **shape, "machine": machine()}, indent=1) + "\n")
+        found = {"encode": encode, **shape, "machine": machine()}
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -173,19 +173,16 @@ def values(results: dict[str, Any]) -> Values:
         rows.append([name, encode, times, decode, step, added])
     plain, tensorflow = (sum(found[n].values()) for n in ("plain error feedback", "TensorFlow"))
     return results["machine"] | {
-        "repeats": len(taken[FLOOR]),
         "rows": table(COLUMNS, rows),
-        "tensorflow_ms": tensorflow,
-        "plain": plain,
         "slower": tensorflow / plain,
     }
 
 
-def main(arguments: Sequence[str]) -> int:
+OPTIONS = {"repeats": (10, "timed steps")}
+
+
+def main(args: argparse.Namespace) -> int:
     """Measure, and write results and page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=10)
-    args = parser.parse_args(arguments)
     compute_with_one_thread()
     torch.manual_seed(0)
     taken = in_turns(ways(specs_of("resnet50")), args.repeats, warm_up=SETTLE)

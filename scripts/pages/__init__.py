@@ -30,7 +30,7 @@ REPORTS = {  # results of benchmarks -> the module whose `values` turns them int
     "does-it-pay": "study.does_it_pay",
     "fsdp": "benchmarks.fsdp",
     "gpu": "benchmarks.gpu_compiled",
-    "kernels": "benchmarks.kernels_page",
+    "kernels": "benchmarks.kernels",
     "network": "benchmarks.network",
     "plan-grid": "benchmarks.plan_page",
     "readme": "front",

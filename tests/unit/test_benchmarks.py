@@ -15,7 +15,7 @@ pytest.importorskip("horovod.torch")
 
 import bench
 import pages
-from benchmarks import does_it_pay, gpu_steps, kernels, kernels_page, methods, residuals, steps
+from benchmarks import does_it_pay, kernels, methods, residuals, steps
 from benchmarks.jobs import Jobs
 from horovod_topk.cli.timing import in_turns
 from horovod_topk.core.plan.buckets import TensorSpec
@@ -31,7 +31,7 @@ def test_kernels() -> None:
         "machine": kernels.machine(),
         "numel": NUMEL,
         "encoding": kernels.measure_encoding(NUMEL, 0.01, 3),
-        "decoding": {"packed": kernels.measure_decoding(NUMEL, 0.01, 3, "packed")},
+        "decoding": {"packed": kernels.measure_decoding(NUMEL, 0.01, 3)},
         "coding": kernels.measure_coding(NUMEL, 0.01, 3),
         "shards": kernels.measure_shards(NUMEL, 0.01, 3),
         "exchange": {"exact": [dict.fromkeys(columns, x) for x in (0.5, 0.8, 1.1)]},
@@ -40,7 +40,7 @@ def test_kernels() -> None:
             for ratio in kernels.RATIOS
         ],
     }
-    values = kernels_page.values(found)
+    values = kernels.values(found)
     assert re.findall(r"^\| (r \+= g|torch.topk|framework operations) ", values["encoding"], re.M)
     assert ("portable, sampled" in values["encoding"]) == bool(kernels.available_isas())
     assert len(values["decoding"].split(", ")) == len(values["owners"].split(", ")) == 4
@@ -60,7 +60,7 @@ def test_compression() -> None:
 
 
 def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    assert methods.main(["--rows", "16", "--columns", "16", "--repeats", "1"]) == 0
+    assert bench.main(["methods", "--rows", "16", "--columns", "16", "--repeats", "1"]) == 0
     rows = re.findall(r"^\| (.*?) \|", capsys.readouterr().out, re.M)
     assert {*methods.CALLS, methods.FLOOR} < {*rows}
 
@@ -98,7 +98,7 @@ def test_steps_on_a_gpu_here_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFi
     shapes = tmp_path / "shapes.json"
     shapes.write_text('{"weight": [64, 80], "bias": [64]}')
     command = f"--device cpu --repeats 2 --only SGD --model {shapes}"
-    assert gpu_steps.main(command.split()) == 0
+    assert bench.main(["gpu_steps", *command.split()]) == 0
     page = capsys.readouterr().out
     rows = re.findall(r"^\| (?!ms|---)(.*?) \|", page, re.M)
     floors = ["`r += g`", "copy of the gradients"]
