@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,12 @@ import torch
 from tqdm import tqdm
 
 import pages
-from benchmarks import crashes_account as account
+from benchmarks.jobs import python_path
 from elastic_hosts import Hosts
+from pages import Values
+from pages.markdown import table
+
+Note = dict[str, Any]  # what a rank noted down
 
 NAMES = ("h1", "h2", "h3")
 COMMIT_EVERY, PAUSE = 10, 0.05
@@ -42,26 +46,22 @@ GLOO_SECONDS = 20  # until ranks notice that one is gone to which they are not c
 
 def train(seed: int, steps: int, names: tuple[str, ...], kills: int, bar: Any) -> dict[str, Any]:
     """Run one job, disturbed or not, and return what came of it."""
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        settings = ["--steps", str(steps), "--commit-every", str(COMMIT_EVERY)]
-        script = [str(Path(__file__).with_name("crashes_rank.py")), text, *settings]
-        script += ["--seed", str(seed), "--pause", str(PAUSE)]
+        script = [str(Path(__file__).with_name("crashes_rank.py")), text, str(steps), str(seed)]
         cooled = ["--blacklist-cooldown-range", "1", "2"]  # a host may come back
         command = Hosts(folder, names).command(len(names), len(names), *script, options=cooled)
         done = disturb(command, folder, kills, random.Random(seed), bar)
-        notes = account.notes_in(folder)
+        notes = notes_in(folder)
     ends = [note for note in notes if note["event"] == "end"]
     return {
         "seed": seed,
         "steps": steps,
         "kills": done,
-        "seconds": round(time.monotonic() - began, 1),
         "accuracy": ends[0]["accuracy"],  # on unseen data, at the end
         "ranks_agree": len({note["weights"] for note in ends}) == 1,
         "lost_ranks": max(note["lost"] for note in notes if note["event"] == "enter"),
-        "returns": [asdict(each) for each in account.returns(notes)],
+        "returns": [*returns(notes)],
     }
 
 
@@ -74,8 +74,7 @@ def disturb(command: list[str], folder: Path, kills: int, draw: random.Random, b
     Raises:
         SystemExit: the job failed, or ran into the limit.
     """
-    paths = [str(pages.ROOT), str(pages.ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-    settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     settings["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(GLOO_SECONDS)
     printed = folder / "output.txt"
     with printed.open("wb") as output:
@@ -118,7 +117,7 @@ def _kill_until_the_end(
 
 def _are_training(folder: Path) -> bool:
     """Whether all ranks that live take steps together, and are more than one."""
-    last = [account.last_note(folder, pid) for pid in _ranks(folder)]
+    last = [last_note(folder, pid) for pid in _ranks(folder)]
     sizes = {note.get("size", 0) for note in last if note["event"] in ("step", "enter")}
     recent = all(note["event"] == "step" and time.time() - note["time"] < 1.0 for note in last)
     return recent and sizes == {len(last)} and len(last) > 1
@@ -167,3 +166,94 @@ def main(args: argparse.Namespace) -> int:
     (pages.RESULTS / "crashes.json").write_text(json.dumps(found, indent=1) + "\n")
     pages.write("crashes")
     return 0
+
+
+def notes_in(folder: Path) -> list[Note]:
+    """All ranks', in the order of time."""
+    files = [file.read_text().splitlines() for file in folder.glob("notes-*.jsonl")]
+    notes = [json.loads(line) for lines in files for line in lines]
+    return sorted(notes, key=lambda note: float(note["time"]))
+
+
+def last_note(folder: Path, pid: int) -> Note:
+    """A process's latest."""
+    lines = (folder / f"notes-{pid}.jsonl").read_text().splitlines()
+    return json.loads(lines[-1]) if lines else {"event": "none", "time": 0.0}
+
+
+def returns(notes: Iterable[Note]) -> Iterator[dict[str, Any]]:
+    """Each time that ranks of the job go back to an earlier step and continue.
+
+    Yields:
+        reached: the last step that any rank had ended; resumed: the step it goes on from;
+        same_weights: as when that step was committed; owed_apart: the change of the residuals' mean
+        over its largest, None without a commit; lost: ranks whose residuals could not be had.
+    """
+    reached, commits, size, lost = 0, dict[int, Note](), 0, 0
+    known = set[int]()
+    for note in notes:
+        if note["event"] == "step":
+            reached = max(reached, note["step"])
+        elif note["event"] == "commit":
+            commits[note["step"]] = note
+        elif note["event"] == "enter":
+            shrunk, size = note["size"] < size, note["size"]
+            old = note["pid"] in known
+            known.add(note["pid"])
+            if old and (shrunk or note["step"] < reached):
+                before = commits.get(note["step"])
+                yield {
+                    "reached": reached,
+                    "resumed": note["step"],
+                    "same_weights": before is None or before["weights"] == note["weights"],
+                    "owed_apart": before and _apart(note["owed"], before["owed"]),
+                    "lost": note["lost"] - lost,
+                }
+                reached, lost = note["step"], note["lost"]
+
+
+def _apart(now: list[float], before: list[float]) -> float:
+    largest = max(map(abs, before)) or 1.0
+    return max(abs(a - b) for a, b in zip(now, before, strict=True)) / largest
+
+
+def values(found: dict[str, Any]) -> Values:
+    """The page's figures by name."""
+    settings, jobs = found["settings"], found["jobs"]
+    returns = [each for job in jobs for each in job["disturbed"]["returns"]]
+    redone = [each["reached"] - each["resumed"] for each in returns]
+    whole = [each for each in returns if not each["lost"]]
+    return {
+        "every": settings["commit_every"],
+        "hosts": settings["hosts"],
+        "jobs": _table(jobs),
+        "returns": len(returns),
+        "worst": max(redone, default=0),
+        "same": sum(each["same_weights"] for each in returns),
+        "whole": len(whole),
+        "partly": len(returns) - len(whole),
+        "unchanged": _unchanged(max((each["owed_apart"] or 0.0 for each in whole), default=0.0)),
+    }
+
+
+def _unchanged(apart: float) -> str:
+    """How near the residuals are to what they were, in units of their largest element."""
+    within = f", within {apart:.1g} of its largest element" if apart else ", without any difference"
+    return f"what it had been at the commit{within}"
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {  # undisturbed, disturbed
+    "seed": lambda calm, _: str(calm["seed"]),
+    "steps": lambda calm, _: f"{calm['steps']:,}",
+    "accuracy without kills": lambda calm, _: f"{100 * calm['accuracy']:.2f}%",
+    "kills": lambda _, wild: str(wild["kills"]),
+    "accuracy with kills": lambda _, wild: f"{100 * wild['accuracy']:.2f}%",
+    "points": lambda calm, wild: f"{100 * (wild['accuracy'] - calm['accuracy']):+.2f}",
+    "residuals lost": lambda _, wild: str(wild["lost_ranks"]),
+    "all ranks end equal": lambda _, wild: "yes" if wild["ranks_agree"] else "**no**",
+}
+
+
+def _table(jobs: list[dict[str, Any]]) -> str:
+    pairs = [(job["undisturbed"], job["disturbed"]) for job in jobs]
+    return table([*COLUMNS], [[cell(*pair) for cell in COLUMNS.values()] for pair in pairs])

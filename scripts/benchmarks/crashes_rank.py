@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.crashes import COMMIT_EVERY, PAUSE
 from horovod_topk.torch import TopKEF
 from horovod_topk.torch.elastic import TorchState
 
@@ -42,32 +43,20 @@ def rows_of(step: int, seed: int, count: int) -> torch.Tensor:
 
 def main() -> None:
     """Train until the last step, through whatever happens."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--commit-every", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--pause", type=float, required=True, help="seconds a step")
-    args = parser.parse_args()
+    folder, steps, seed = Path(sys.argv[1]), *map(int, sys.argv[2:])
     hvd.init()
     torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(seed)
     model = pytorch_digits.DigitsCNN()
-    topk = TopKEF(
-        ratio=0.01,
-        values="float32",
-        momentum=0,
-        follow_lr=False,
-        warmup=None,
-    )
+    topk = TopKEF(ratio=0.01, values="float32", momentum=0, follow_lr=False, warmup=None)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         named_parameters=model.named_parameters(),
         compression=topk,
     )
-    schedule = LambdaLR(optimizer, harness.warmup_cosine(args.steps))
+    schedule = LambdaLR(optimizer, harness.warmup_cosine(steps))
     images, labels = pytorch_digits.digits("training")
-    notes = Notes(args.folder)
+    notes = Notes(folder)
 
     def owed() -> list[float]:
         """Some elements of the mean of all ranks' residuals."""
@@ -84,23 +73,23 @@ def main() -> None:
         stats = topk.stats()
         schedule.last_epoch = state.step - 1
         schedule.step()
-        lost = {"lost": stats.lost_ranks, "lost_norm": stats.lost_norm}
-        notes.add("enter", step=state.step, size=hvd.size(), weights=weights(), owed=owed(), **lost)
-        while state.step < args.steps:
-            rows = rows_of(state.step, args.seed, len(images))
+        facts = {"weights": weights(), "owed": owed(), "lost": stats.lost_ranks}
+        notes.add("enter", step=state.step, size=hvd.size(), **facts)
+        while state.step < steps:
+            rows = rows_of(state.step, seed, len(images))
             optimizer.zero_grad()
             cross_entropy(model(images[rows]), labels[rows]).backward()
             optimizer.step()
             schedule.step()
             state.step += 1
             notes.add("step", step=state.step, size=hvd.size())
-            time.sleep(args.pause)
-            if state.step % args.commit_every == 0:
+            time.sleep(PAUSE)
+            if state.step % COMMIT_EVERY == 0:
                 notes.add("commit", step=state.step, weights=weights(), owed=owed())
                 state.commit()
 
     held = {"model": model, "optimizer": optimizer, "compression": topk, "step": 0}
-    train(TorchState(commit_dir=args.folder / "commits", **held))
+    train(TorchState(commit_dir=folder / "commits", **held))
     images, labels = pytorch_digits.digits("held-out")
     with torch.no_grad():
         accuracy = (model(images).argmax(dim=1) == labels).double().mean().item()

@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure and write; the exit status."""
     status = JOBS.main(args)
     if args.machine and not status:
-        from benchmarks.plan_guesses import machine_of
+        from benchmarks.plan_page import machine_of
 
         jobs = pages.stored(JOBS.page)
         fitted = machine_of([jobs[c.name] for c in FITTED])

@@ -26,7 +26,7 @@ RESULTS = DOCS / "results"
 Values = Mapping[str, Any]  # texts, numbers, and functions that return text
 REPORTS = {  # results of benchmarks -> the module whose `values` turns them into figures
     "benchmarks": "benchmarks.steps",
-    "crashes": "benchmarks.crashes_page",
+    "crashes": "benchmarks.crashes",
     "does-it-pay": "study.does_it_pay",
     "fsdp": "benchmarks.fsdp",
     "gpu": "benchmarks.gpu_compiled",

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import plan_page
 from benchmarks.plan import CELLS, FITTED, GUESSED, NONE, STRATEGIES, Cell
-from benchmarks.plan_guesses import Row, guesses, machine_of, rows
+from benchmarks.plan_page import Row, guesses, machine_of, rows
 from horovod_topk.cli.plan.measure import gathered
 from horovod_topk.cost.collective_cost import ring_allreduce
 from horovod_topk.cost.machine import Kernels, Machine, Network
