@@ -1,8 +1,6 @@
 """Injects faults into training on simulated ranks, to see how soon the guard ends compression.
 
-    python scripts/guard_faults.py faults [--output docs/results/guard.jsonl]
-    python scripts/guard_faults.py healthy [--runs 25]
-    python scripts/guard_faults.py table
+    python scripts/guard_faults.py [--healthy 27]
 
 Four simulated ranks train a model of scripts/study, in this process, on one core. Each fault runs
 with dense training, with compression without a guard, and with compression and `Guard()`; each rank
@@ -17,8 +15,8 @@ loss scaler.
     storm       after a third of the steps, rank 1 has a NaN in each of 40 steps
     link        the seconds of a step follow a formula, for a link that becomes 100 times faster
 
-`faults` and `healthy` append a line for each run to the output, and skip runs that it already has.
-`table` prints the tables of docs/monitoring.md.
+Appends to docs/results/guard.jsonl a line for each run that it does not have, healthy runs of each
+model included, and prints the table of docs/monitoring.md.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +43,7 @@ from pages import RESULTS
 from pages.markdown import table
 from study import loops, workloads
 
+RUNS = RESULTS / "guard.jsonl"
 RANKS = 4
 GUARDS = {"dense": None, "no guard": "None", "Guard()": "Guard()"}
 PLAIN = "ratio=0.005, values='float32', momentum=0, follow_lr=False, warmup=None"
@@ -183,32 +181,27 @@ def _timed(
     observe(seconds * (1 + 0.1 * float(torch.randn(1, generator=noise))), committed)
 
 
-def cells(what: str, runs: int) -> Iterator[tuple[tuple[str, str, int], Callable[[], Any]]]:
+def cells(healthy: int) -> Iterator[tuple[tuple[str, str, int], Callable[[], Any]]]:
     """Runs to make: (name, guard, seed), and a function for each."""
-    if what == "healthy":
-        for (name, fault), seed in product(HEALTHY.items(), range(runs)):
-            yield (f"healthy, {name}", "Guard()", seed), partial(train, fault, "Guard()", seed)
-        return
     for (name, fault), seed, (shown, guard) in product(FAULTS.items(), (0, 1), GUARDS.items()):
         yield (name, shown, seed), partial(train, fault, guard, seed)
     for seed in (0, 1):
         yield ("link", "Guard(slower=1.2)", seed), partial(link, seed)
+    for (name, fault), seed in product(HEALTHY.items(), range(healthy)):
+        yield (f"healthy, {name}", "Guard()", seed), partial(train, fault, "Guard()", seed)
 
 
-def run_all(what: str, runs: int, output: Path) -> None:
-    """Make the runs that the output does not have yet, and append them."""
-    known = {(each["name"], each["guard"], each["seed"]) for each in read(output)}
-    for key, run in cells(what, runs):
+def run_all(healthy: int) -> list[dict[str, Any]]:
+    """Make the runs that are missing, append them, and return all."""
+    found = list(map(json.loads, RUNS.read_text().splitlines()))
+    known = {(each["name"], each["guard"], each["seed"]) for each in found}
+    for key, run in cells(healthy):
         if key not in known:
-            line = dict(zip(("name", "guard", "seed"), key, strict=True)) | run()
-            print(line, flush=True)
-            with output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-
-
-def read(output: Path) -> list[dict[str, Any]]:
-    """Read the stored runs."""
-    return list(map(json.loads, output.read_text().splitlines())) if output.exists() else []
+            found.append(dict(zip(("name", "guard", "seed"), key, strict=True)) | run())
+            print(found[-1], flush=True)
+            with RUNS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found[-1]) + "\n")
+    return found
 
 
 def shown(found: dict[str, Any]) -> str:
@@ -242,17 +235,12 @@ def tables(runs: Iterable[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=["faults", "healthy", "table"])
-    parser.add_argument("--runs", type=int, default=25, help="healthy runs of each model")
-    parser.add_argument("--output", type=Path, default=RESULTS / "guard.jsonl")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--healthy", type=int, default=27, help="healthy runs of each model")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # skipped on purpose
-    if asked.what == "table":
-        print(tables(read(asked.output)))
-    else:
-        run_all(asked.what, asked.runs, asked.output)
+    print(tables(run_all(asked.healthy)))
 
 
 if __name__ == "__main__":

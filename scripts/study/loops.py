@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from math import log
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -32,13 +32,17 @@ CELLS = 4, 4  # parts of a photograph, each a class
 class Loop(Study):
     """A training loop as it is common, on random rows."""
 
+    sgd: Mapping[str, Any] = {"momentum": 0.9, "weight_decay": 5e-4}  # arguments of SGD
+    adamw: Mapping[str, Any] = {}  # and of AdamW
+
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """With weight decay, as it is commonly used."""
+        """Return Adam, AdamW, or SGD with momentum."""
+        if self._kind == "adam":
+            return Adam(model.parameters(), lr=self._lr)
         if self._kind == "adamw":
-            return AdamW(model.parameters(), lr=self._lr)
+            return AdamW(model.parameters(), lr=self._lr, **self.adamw)
         nesterov = {"momentum": False, "nesterov": True}[self._kind]
-        settings = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": nesterov}
-        return SGD(model.parameters(), lr=self._lr, **settings)
+        return SGD(model.parameters(), lr=self._lr, nesterov=nesterov, **self.sgd)
 
     def batches(self, rank: int, ranks: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
         """Random rows of all, or of a rank's piece of the sorted ones."""

@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from pages import RESULTS, Values
+from benchmarks.network import QUANTISED, SPARSE
+from horovod_topk.cli.bench.figures import figures
+from horovod_topk.core.run.substitute import Substitute, parse
+from horovod_topk.errors import TopKError
+from horovod_topk.local.call import LocalCall
+from pages import RESULTS, Values, stored
 from pages.markdown import spread, table
-from study import expenses, local_steps, matrix, pictures
+from study import matrix, pictures
 from study.results import Row, Study, end, shown
 
 GAP, WORSE = 0.5, 0.2  # %
+EXCHANGED = {"sparse": SPARSE, "quantised": QUANTISED}  # runs of `benchmarks.network`, at each rate
+LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 
 
 def costs(study: Study, cases: str, name: str) -> str:
@@ -104,11 +111,87 @@ def runs(study: Study) -> str:
     return f"{len(list(study.runs()))} of {len(wanted)} runs"
 
 
+# Time of methods
+
+
+def expenses(study: Study) -> str:
+    """A row for each method: encoding time, and exchange time of a ResNet-50's gradients."""
+    encode, network = stored("encode")["encode"], stored("network")
+    multiples = {_key(call): multiple for call, (_, multiple) in encode.items() if "(" in call}
+    rows = []
+    for kind, names in EXCHANGED.items():
+        links = [figures(network[f"{kind}-{rate}"]) for rate in LINKS]
+        for name in names:
+            found, multiple = [link[name] for link in links], multiples.get(_key(name))
+            encode_cost = "" if multiple is None else f"{multiple:.1f}"
+            seconds = (f"{each.exchange:.2f}" for each in found)
+            rows.append([f"`{name}`", encode_cost, *seconds, f"{(found[-1].bytes or 0) / 1e6:.1f}"])
+    head = ["", "encode, of `r += g`", *(f"exchange, {words}, s" for words in LINKS.values())]
+    return table([*head, "MB a step"], rows)
+
+
+def _key(call: str) -> str:
+    """A call without its exchange, on which encoding does not depend."""
+    try:
+        asked = parse(call)
+    except TopKError:
+        return call
+    kept = {key: value for key, value in asked.settings.items() if key != "exchange"}
+    return str(Substitute(asked.name, kept))
+
+
+# Local steps: what an exchange sends, and what a method costs beside dense
+
+
+def rounds(study: Study, cases: str, *names: str) -> str:
+    """A row for each method: how many times fewer bytes it sends, and its difference in cases.
+
+    An exchange is compared with one of float32, and the bytes of all steps with those of an
+    exchange in every step. Models differ: the smallest and the largest figure stand there.
+    """
+    titles = study.titles(cases)
+    rows = []
+    for name in names:
+        found = [study.rows(title).get(name) for title in titles]
+        known = [row for row in found if row is not None]
+        exchanges = [row.reduction / every_of(row) for row in known]
+        cells = ["not run" if row is None else row.difference for row in found]
+        rows.append([name, times(exchanges), times([row.reduction for row in known]), *cells])
+    return table(["", "an exchange", "all steps", *titles], rows)
+
+
+def payload(study: Study, case: str, name: str) -> str:
+    """How many times smaller a rank's payload is than the model in float32, of an allgather."""
+    row = study.rows(case)[name]
+    ranks = study.found(case).settings.ranks
+    return f"{row.reduction / every_of(row) * ranks / 2:.0f}"
+
+
+def mean_cost(study: Study, cases: str, name: str) -> str:
+    """The mean over cases of a method's cost beside dense, in %."""
+    costs = [study.rows(title)[name].cost for title in study.titles(cases)]
+    return f"{statistics.fmean(costs):+.1f}%"
+
+
+def every_of(row: Row) -> int:
+    """Inner steps of a round; 1: ranks exchange in every step."""
+    return row.asked.config.steps if isinstance(row.asked, LocalCall) else 1
+
+
+def times(reductions: Sequence[float]) -> str:
+    """So many times fewer bytes, from the smallest to the largest figure."""
+    known = [each for each in reductions if not math.isnan(each)]
+    if not known:
+        return "no bytes"
+    ends = (f"{each:,.{0 if each >= 10 else 1}f}x" for each in (min(known), max(known)))
+    return " to ".join(dict.fromkeys(ends))
+
+
 FUNCTIONS: tuple[Callable[..., str], ...] = (
     *(costs, gaps, summary, across, loops, within, panels, runs),
     *(matrix.brief, matrix.worst, matrix.parts, matrix.by_loop),
-    *(matrix.signed, matrix.beyond_seeds, matrix.changed, expenses.expenses),
-    *(local_steps.rounds, local_steps.payload, local_steps.mean_cost),
+    *(matrix.signed, matrix.beyond_seeds, matrix.changed, expenses),
+    *(rounds, payload, mean_cost),
 )
 
 

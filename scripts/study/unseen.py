@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention, silu
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycleLR
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -139,12 +139,7 @@ class HashedLoop(Text):
     """Trains `Hashed`, which has 340 thousand parameters, with a rate that falls from the start."""
 
     model, batch_size = Hashed, 4
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        """Return Adam or SGD, both without weight decay."""
-        if self._kind == "adam":
-            return Adam(model.parameters(), lr=self._lr)
-        return _sgd(model, self._kind, self._lr, weight_decay=0.0)
+    sgd: Mapping[str, Any] = {"momentum": 0.9}
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
         """Return a schedule whose rate falls linearly to zero."""
@@ -173,13 +168,8 @@ class GatedLoop(Text):
     """Trains `Gated`, which has 180 thousand parameters, as language models often are."""
 
     model, batch_size = Gated, 2
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        """Return AdamW with a beta 2 of 0.95 and more weight decay, or SGD with momentum 0.95."""
-        if self._kind == "adamw":
-            settings = {"betas": (0.9, 0.95), "weight_decay": 0.1}
-            return AdamW(model.parameters(), lr=self._lr, **settings)
-        return _sgd(model, self._kind, self._lr, momentum=0.95, weight_decay=1e-5)
+    sgd: Mapping[str, Any] = {"momentum": 0.95, "weight_decay": 1e-5}
+    adamw: Mapping[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 class UnetLoop(Patches):
@@ -215,11 +205,6 @@ class UnetLoop(Patches):
         error = self.loss(model, (patches, noise)).item()
         model.train()
         return {"mse": error}
-
-
-def _sgd(model: nn.Module, kind: str, lr: float, **settings: Any) -> Optimizer:
-    nesterov = {"momentum": False, "nesterov": True}[kind]
-    return SGD(model.parameters(), lr=lr, **{"momentum": 0.9, "nesterov": nesterov, **settings})
 
 
 LOOPS: dict[str, type[Loop]] = {
