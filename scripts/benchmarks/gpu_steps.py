@@ -2,8 +2,8 @@
 
 Needs CUDA and Triton. The gradients have the shapes of a ResNet-50. Two simulated ranks share the
 GPU, and the times are those of the first. Gradients and residuals are first compared, bit for bit,
-with those of torch's operations on the CPU. Beside TopKEF are timed `r += g`, a copy of the
-gradients, and optimizers of dense gradients.
+with those of torch's operations on the CPU. Beside TopKEF are timed `r += g`, and optimizers
+of dense gradients.
 
     python scripts/bench.py gpu_steps [--repeats 40] [--only SGD] [--model resnet18]
 
@@ -135,7 +135,7 @@ class Clock:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._taken: dict[str, list[float]] = defaultdict(list)
 
     def __call__(self, name: str, part: NamedState, calls: int = 1) -> None:
         """Run a part, a number of times, and note the time of one."""
@@ -143,26 +143,13 @@ class Clock:
         began = time.perf_counter()
         for _ in range(calls):
             part()
-        queued = time.perf_counter()
         wait(self._device)
-        ended = time.perf_counter()
-        self._taken[name].append((1e3 * (ended - began) / calls, 1e3 * (queued - began) / calls))
+        self._taken[name].append(1e3 * (time.perf_counter() - began) / calls)
 
-    def medians(self) -> dict[str, tuple[float, float]]:
-        """Return each part's milliseconds until the GPU is done and until Python has queued all."""
-        found = {
-            name: (statistics.median(done), statistics.median(queued))
-            for name, (done, queued) in ((n, zip(*t, strict=True)) for n, t in self._taken.items())
-        }
-        done, queued = (sum(each) for each in zip(*found.values(), strict=True))
-        return {**found, ALL: (done, queued)}
-
-
-def floors(specs: Sequence[TensorSpec], device: str) -> dict[str, NamedState]:
-    """Return operations that pass once over as many elements as a step does, by name."""
-    numel = sum(spec.numel for spec in specs)
-    r, g = (torch.randn(numel, device=device) for _ in range(2))
-    return {"`r += g`": partial(r.add_, g), "copy of the gradients": partial(r.copy_, g)}
+    def medians(self) -> dict[str, float]:
+        """Return each part's milliseconds until the GPU is done."""
+        found = {name: statistics.median(each) for name, each in self._taken.items()}
+        return {**found, ALL: sum(found.values())}
 
 
 def work(training: Training) -> str:
@@ -195,11 +182,12 @@ def measure(trainings: dict[str, Training], device: str, repeats: int) -> dict[s
     return clocks
 
 
-def measure_floor(call: NamedState, device: str, repeats: int) -> Clock:
-    """Time a call."""
-    Clock(device)(ALL, call, BATCH)  # warms up
+def measure_floor(specs: Sequence[TensorSpec], device: str, repeats: int) -> Clock:
+    """Time `r += g` on as many elements as a step has."""
+    r, g = (torch.randn(sum(spec.numel for spec in specs), device=device) for _ in range(2))
+    r.add_(g)  # warms up
     clock = Clock(device)
-    repeated(partial(clock, ALL, call, BATCH), repeats)
+    repeated(partial(clock, ALL, partial(r.add_, g), BATCH), repeats)
     return clock
 
 
@@ -209,11 +197,10 @@ def report(clocks: dict[str, Clock], insights: dict[str, str], args: argparse.Na
     rows = []
     for name, clock in clocks.items():
         found = clock.medians()
-        cells = (f"{found[c][0]:.3f} ({found[c][1]:.3f})" if c in found else "" for c in columns)
+        cells = (f"{found[c]:.3f}" if c in found else "" for c in columns)
         rows.append([name, *cells])
     checked = [row.name for row in chosen(args.only) if row.checks]
     notes = (
-        "In brackets: milliseconds until Python has queued all of it on the device.\n"
         f"{args.model}, {RANKS} simulated ranks on one device, times of the first; medians of "
         f"{args.repeats} steps, in turns, after {SETTLE} others.\n"
         "Plain: momentum=0, follow_lr=False.\n"
@@ -248,10 +235,7 @@ def main(args: argparse.Namespace) -> int:
         if row.checks:
             check(specs, args.device, row)
             print(f"{row.name}: the bits of the CPU", file=sys.stderr)
-    clocks = {
-        name: measure_floor(call, args.device, args.repeats)
-        for name, call in floors(specs, args.device).items()
-    }
+    clocks = {"`r += g`": measure_floor(specs, args.device, args.repeats)}
     trainings = {row.name: training(specs, args.device, row) for row in chosen(args.only)}
     clocks.update(measure(trainings, args.device, args.repeats))
     profiled = {row.name for row in ROWS if row.profiles and args.device == "cuda"}

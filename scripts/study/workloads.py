@@ -26,7 +26,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-SHARDS = ("equal", "skewed")
 EVALUATIONS = 5  # of a run, evenly spaced
 
 
