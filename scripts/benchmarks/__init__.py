@@ -1,7 +1,7 @@
-"""Benchmarks, each a module with `main`: `python scripts/bench.py NAME`.
+"""Benchmarks: `python scripts/bench.py NAME`.
 
-A module NAME measures and writes docs/results; NAME_page turns results into the figures of a page
-(`pages`); NAME_rank runs on every rank of a job.
+A module NAME measures, with `main` or with the jobs of `JOBS`, and writes docs/results; its
+`values` are the figures of a page (`pages`). NAME_rank has what runs on every rank of a job.
 """
 
 import sys

@@ -38,16 +38,8 @@ ENCODES = "stream", "narrow", "scatter", "pack"
 GENERATIONS = {"80": "A100", "90": "H100, H200", "100": "B200", "gfx942": "MI300X"}
 ACCESSES = {"loads": "ld", "stores": "st", "atomic": "red"}  # instructions of PTX by name
 BFLOAT16, FLOAT32, MIXED = 1, 2, 3  # dtypes of a bucket's gradients, as kernels number them
-VALUES = {
-    "int4": tables.INT4,
-    "float32": tables.FLOAT32,
-    "float16": tables.FLOAT16,
-    "bfloat16": tables.BFLOAT16,
-    "int8": tables.INT8,
-    "int3": tables.INT3,
-    "int2": tables.INT2,
-    "sign": tables.SIGN,
-}
+FORMATS = "int4", "float32", "float16", "bfloat16", "int8", "int3", "int2", "sign"
+VALUES: dict[str, int] = {name: getattr(tables, name.upper()) for name in FORMATS}
 # Methods that send all elements: kind of values, bits of a code, and elements of a block.
 CODED = {
     "QSGD": (tables.DITHERED, 4, 128),

@@ -31,15 +31,7 @@ MODEL = "resnet50"
 RATES = ("100mbit", "300mbit", "1gbit")
 FAST = RATES[-1]
 BASELINES = ("dense", "dense-waiting", "fp16", "ddp", "ddp-none", "ddp-fp16", "powersgd")
-OURS = (
-    "topk",
-    "topk-sharded",
-    "topk-int8-0.01",
-    "topk-plain-float32-0.01",
-    "ddp+topk",
-    "ddp+topk-sharded",
-    "ddp+topk-int8-0.01",
-)
+OURS = ("topk", "topk-sharded", "topk-int8-0.01", "topk-plain-float32-0.01", "ddp+topk")
 METHODS = (*BASELINES, *OURS)
 FEW = ("dense", "fp16", "ddp", "ddp-none", "powersgd", "topk", "ddp+topk")  # at one bandwidth
 # Every compressor of docs/methods.md; in two runs, as each compressor needs memory for gradients.
