@@ -97,7 +97,8 @@ def on_hosts(
     with tempfile.TemporaryDirectory() as folder, cluster as hosts:
         prepare(hosts)
         file = Path(folder) / "found.json"
-        ranks = ["horovodrun", "--gloo", sys.executable, *map(str, command), "--json", str(file)]
+        horovodrun = str(Path(sys.executable).with_name("horovodrun"))  # sudo's PATH has none
+        ranks = [horovodrun, "--gloo", sys.executable, *map(str, command), "--json", str(file)]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
         hosts.run(ranks, environment | dict(settings or {}), limit_seconds=limit_seconds)
         found: dict[str, Any] = json.loads(file.read_text())
