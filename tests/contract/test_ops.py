@@ -449,22 +449,31 @@ def test_select_takes_the_largest_magnitudes(
     assert_selects_the_largest(backend, candidate, k)
 
 
-@pytest.mark.one_in(3)
-@each_way
-@pytest.mark.parametrize("texture", ["normal", "constant", "mostly zero", "sorted", "some NaN"])
-def test_select_from_many(backend: Backend, texture: str) -> None:
-    """Sizes at which an implementation may look at a sample first."""
-    numel = 2**17 + 3
+TEXTURES = ("normal", "constant", "mostly zero", "sorted", "some NaN")
+
+
+def textured(numel: int, texture: str, nonzero: int, seldom: int) -> Array:
+    """nonzero: how many elements "mostly zero" leaves; of "some NaN", one in `seldom` is NaN."""
     candidate = np.random.default_rng(0).standard_normal(numel).astype(np.float32)
     match texture:
         case "constant":
             candidate[:] = -2.0
         case "mostly zero":
-            candidate[5:] = 0.0
+            candidate[nonzero:] = 0.0
         case "sorted":
             candidate.sort()
         case "some NaN":
-            candidate[::1000] = np.nan
+            candidate[::seldom] = np.nan
+    return candidate
+
+
+@pytest.mark.one_in(3)
+@each_way
+@pytest.mark.parametrize("texture", TEXTURES)
+def test_select_from_many(backend: Backend, texture: str) -> None:
+    """Sizes at which an implementation may look at a sample first."""
+    numel = 2**17 + 3
+    candidate = textured(numel, texture, 5, 1000)
     assert_selects_the_largest(backend, candidate, 1, numel // 100, numel // 2, numel - 1, numel)
 
 
@@ -491,19 +500,10 @@ def assert_selects_the_largest(backend: Backend, candidate: Array, *ks: int) -> 
 
 @pytest.mark.one_in(3)
 @each_way
-@pytest.mark.parametrize("texture", ["normal", "constant", "mostly zero", "sorted", "some NaN"])
+@pytest.mark.parametrize("texture", TEXTURES)
 @pytest.mark.parametrize("numel", [1, 5001, 2**17 + 3])
 def test_sample(backend: Backend, numel: int, texture: str) -> None:
-    candidate = np.random.default_rng(1).standard_normal(numel).astype(np.float32)
-    match texture:
-        case "constant":
-            candidate[:] = -2.0
-        case "mostly zero":
-            candidate[numel // 5 :] = 0.0
-        case "sorted":
-            candidate.sort()
-        case "some NaN":
-            candidate[::50] = np.nan
+    candidate = textured(numel, texture, numel // 5, 50)
     array = backend.array(candidate, "float32")
     for k in {1, numel // 50, numel // 10, numel // 2} - {0}:
         index = backend.numpy(backend.ops.sample(array, k))
@@ -978,15 +978,6 @@ def test_damaged_indices_are_noticed_and_never_lead_outside(
 
 
 @each_way
-@given(data=st.binary(max_size=20), at=st.integers(0, 5))
-def test_store_writes_its_part_and_no_more(backend: Backend, data: bytes, at: int) -> None:
-    payload = backend.array(np.full(26, 0xAB), "uint8")
-    backend.ops.store(payload, at, backend.array(np.frombuffer(data, np.uint8), "uint8"))
-    stored = backend.numpy(payload).tobytes()
-    assert stored == b"\xab" * at + data + b"\xab" * (26 - at - len(data))
-
-
-@each_way
 @pytest.mark.parametrize(("at", "count"), [(0, 7), (1, 3), (6, 1), (2, 0)])
 def test_load_reads_a_row_of_each_payload(backend: Backend, at: int, count: int) -> None:
     """Payloads arrive one behind the other."""
@@ -1023,11 +1014,16 @@ def test_validate_hands_every_head_and_answer_to_the_host(backend: Backend) -> N
 
 
 @each_way
-@given(data=st.binary(min_size=1, max_size=20), at=st.integers(0, 3))
-def test_store_bytes_and_to_host(backend: Backend, data: bytes, at: int) -> None:
-    payload = backend.array(np.full(24, 7), "uint8")
-    backend.ops.store_bytes(payload, at, data)
-    assert backend.ops.to_host(payload) == b"\7" * at + data + b"\7" * (24 - at - len(data))
+@given(data=st.binary(max_size=20), at=st.integers(0, 5))
+def test_bytes_are_stored_in_their_place_alone(backend: Backend, data: bytes, at: int) -> None:
+    ops, array = backend.ops, backend.array(np.frombuffer(data, np.uint8), "uint8")
+    for store, stored in ((ops.store, array), (ops.store_bytes, data)):
+        if stored is data and not data:
+            continue
+        payload = backend.array(np.full(26, 7), "uint8")
+        store(payload, at, stored)
+        expected = b"\7" * at + data + b"\7" * (26 - at - len(data))
+        assert ops.to_host(payload) == backend.numpy(payload).tobytes() == expected
 
 
 @each_way
@@ -1062,42 +1058,26 @@ def test_accumulator_and_deliver_fill_gradients_of_any_layout(backend: Backend) 
             backend.ops.accumulate(total, None, backend.array(values[None], "float64"))
             backend.ops.write_scaled(total, 0.5, gradient, False)
             assert backend.numpy(gradient).reshape(-1).tolist() == (values / 2).tolist()
+            backend.ops.write_scaled(total, 0.5, gradient, True)  # poisoned
+            poisoned = backend.numpy(gradient)
+            assert np.isnan(poisoned).all() and poisoned.size == len(before)
 
 
 @each_way
 @given(
     data=st.data(),
     scale=st.sampled_from([1.0, 0.5, 1 / 3]),
-    dtype=st.sampled_from(["float16", "float32"]),
+    dtypes=st.sampled_from([("float32", "float16"), *((wide, wide) for wide in WIDE)]),
 )
 def test_write_scaled_scales_in_the_wide_dtype_and_rounds_once(
-    backend: Backend, data: st.DataObject, scale: float, dtype: str
+    backend: Backend, data: st.DataObject, scale: float, dtypes: tuple[str, str]
 ) -> None:
-    values = data.draw(arrays(backend, "float32"))
+    (wide, dtype), values = dtypes, data.draw(arrays(backend, dtypes[0]))
     gradient = backend.ops.zeros(values.size, dtype, "cpu")
     with np.errstate(all="ignore"):
-        backend.ops.write_scaled(backend.array(values, "float32"), scale, gradient, False)
-        assert bits(backend, gradient) == canonical(
-            backend, (values * np.float32(scale)).astype(dtype)
-        )
-
-
-@each_way
-def test_write_scaled_scales_float64_by_a_float64(backend: Backend) -> None:
-    values, gradient = np.array([1.0, -3.0, 1e-9]), backend.ops.zeros(3, "float64", "cpu")
-    backend.ops.write_scaled(backend.array(values, "float64"), 1 / 3, gradient, False)
-    assert bits(backend, gradient) == canonical(backend, values * (1 / 3))
-
-
-@each_way
-def test_a_poisoned_gradient_is_nan_throughout(backend: Backend) -> None:
-    for dtype in backend.gradient_dtypes:
-        for gradient, before in gradients_of_any_layout(backend, dtype):
-            total = backend.array(np.array(before), "float64")
-            backend.ops.write_scaled(total, 0.5, gradient, True)
-            poisoned = backend.numpy(gradient)
-            assert np.isnan(poisoned).all()
-            assert poisoned.size == len(before)
+        backend.ops.write_scaled(backend.array(values, wide), scale, gradient, False)
+        expected = (values * values.dtype.type(scale)).astype(dtype)
+        assert bits(backend, gradient) == canonical(backend, expected)
 
 
 # Compare.

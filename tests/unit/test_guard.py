@@ -424,7 +424,7 @@ def keras_means(seed: int) -> list[tuple[int, float, float]]:
 
 
 def test_losses_of_batches_are_computed_from_the_mean_that_keras_logs() -> None:
-    for seed in range(30):
+    for seed in range(5):
         of_batch, told = reporting.BatchLoss(), list[float]()
         for batch, loss, mean in keras_means(seed):
             found = of_batch(batch, mean)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle.backends import NUMPY, Backend, each_backend
-from oracle.world import World
+from oracle.world import SPECS, World, gradients
 
 from horovod_topk.core.exchange.probe import compare
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
@@ -31,7 +31,6 @@ from horovod_topk.metrics import FIELDS, JsonLines, as_dictionary
 
 prometheus = pytest.importorskip("horovod_topk.metrics.prometheus")
 
-SPECS = [TensorSpec("a", (40, 32), "float32"), TensorSpec("b", (30,), "float64")]
 STEP = StepCounters(
     step=7,
     committed=True,
@@ -50,17 +49,6 @@ STEP = StepCounters(
     residual_norm_ratio=2.5,
     memory_bytes=4096,
 )
-
-
-def gradients(seed: int, ranks: int = 2) -> list[dict[str, Any]]:
-    random = np.random.default_rng(seed)
-    return [
-        {
-            "a": random.standard_normal((40, 32)).astype(np.float32),
-            "b": random.standard_normal(30),
-        }
-        for _ in range(ranks)
-    ]
 
 
 def test_writers_that_are_closed_open_again(tmp_path: Path) -> None:
@@ -94,12 +82,12 @@ def test_a_sampled_step_says_what_its_arrays_say(backend: Backend, exchange: str
     config = TopK(0.05, min_numel=0, exchange=exchange, values="int8")
     world, seen = World(make_plan(SPECS, config), 2, backend), list[StepCounters]()
     world.ranks[1].on_step(seen.append)
-    given = gradients(0)
+    given = gradients(2, 0)
     world.step(given)
     norm = np.sqrt(sum(np.sum(np.square(g.astype(np.float64))) for g in given[1].values()))
     owed = world.ranks[1].norm("residuals")
     stats = world.ranks[1].stats()
-    world.step(gradients(1))
+    world.step(gradients(2, 1))
     assert seen[0].sent_share is None
     assert seen[1].residual_norm_ratio == pytest.approx(owed / norm, 1e-4)
     assert seen[1].sent_share == pytest.approx(stats.sent_share, 1e-3)
@@ -136,7 +124,7 @@ def test_a_probe_compares_each_bucket_in_turn_with_dense() -> None:
     seen = list[StepCounters]()
     world.ranks[0].on_step(seen.append)
     for step in range(3):
-        given = gradients(step)
+        given = gradients(2, step)
         world.launch(given)
         exchanged = [NUMPY.array(given[0][name], "float32") for name in ("a", "b")]
         for compressor in world.ranks:
