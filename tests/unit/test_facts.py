@@ -16,12 +16,7 @@ from horovod_topk.core.plan import facts
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.payload import facts_within, wrong_length
 from horovod_topk.core.run.runner import StepRunner
-from horovod_topk.errors import (
-    ConfigError,
-    MissingRanksError,
-    PayloadError,
-    PlanMismatchError,
-)
+from horovod_topk.errors import ConfigError, MissingRanksError, PayloadError, PlanMismatchError
 from horovod_topk.methods.powersgd import PowerSGD
 from horovod_topk.methods.topk import TopK
 from horovod_topk.updates.tracker import SGD

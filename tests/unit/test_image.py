@@ -112,8 +112,7 @@ def test_docker_is_told_of_hosts_network_and_key(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("podman", "invalid choice"), ("docker", "check-image: no Docker engine")],
+    ("name", "said"), [("podman", "invalid choice"), ("docker", "check-image: no Docker engine")]
 )
 def test_nothing_is_started_without_an_engine(name: str, said: str, tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "scripts" / "check-image", "--engine", name]

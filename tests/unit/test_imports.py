@@ -187,8 +187,8 @@ def test_the_test_above_can_fail(tmp_path: Path, module: str) -> None:
 # What a file asks for
 
 
-def imports(source: str) -> set[str]:
-    """Dotted names of all modules a file imports, also within functions."""
+def asked_for(source: str) -> set[str]:
+    """Dotted names of all modules that a file imports, also within functions and by name."""
     found = set[str]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -196,23 +196,17 @@ def imports(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "a relative import hides which room it enters"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = getattr(node.args[0], "value", None)
+            found |= {name} if str(name).startswith("horovod_topk") else set()
     return found
-
-
-def asked_by_name(source: str) -> set[str]:
-    """Modules of this package that a file hands to `import_module`: `imports` misses them."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    named = (each for each in calls if ast.unparse(each.func).endswith("import_module"))
-    values = (getattr(each.args[0], "value", None) for each in named)
-    return {name for name in values if isinstance(name, str) and name.startswith("horovod_topk")}
 
 
 def trespasses(name: str, source: str) -> set[str]:
     """Modules that a file imports although the rule for its room does not allow it."""
     rooms = [room for room in ROOMS if name == room or name.startswith(f"{room}/")]
     assert rooms, f"{name} is in no room: say in ROOMS what it may import"
-    asked = imports(source) | asked_by_name(source)
-    return {module for module in asked if not _may(max(rooms, key=len), module)}
+    return {module for module in asked_for(source) if not _may(max(rooms, key=len), module)}
 
 
 def _may(room: str, name: str) -> bool:

@@ -227,10 +227,15 @@ def test_a_sample_of_a_large_tensor_has_its_energies(kind: str) -> None:
     assert state_plan(bucket, "energy").numel == CLASSES
 
 
-def test_a_step_that_is_rolled_back_leaves_the_states_alone() -> None:
+def followed_for_some_steps() -> Followed:
     world = followed(3, NUMPY)
     for step in range(4):
         world.step(drawn(3, step))
+    return world
+
+
+def test_a_step_that_is_rolled_back_leaves_the_states_alone() -> None:
+    world = followed_for_some_steps()
     before = {key: saved(world, key) for key in OF_ADAM}
     broken = drawn(3, 9)
     broken[1]["large"][0, 0] = np.nan
@@ -240,9 +245,7 @@ def test_a_step_that_is_rolled_back_leaves_the_states_alone() -> None:
 
 def test_a_reset_drops_what_waits_and_keeps_what_was_learnt() -> None:
     """Else what the optimizer has still to move would move at once."""
-    world = followed(3, NUMPY)
-    for step in range(4):
-        world.step(drawn(3, step))
+    world = followed_for_some_steps()
     before = {key: saved(world, key) for key in OF_ADAM}
     for rank in world.ranks:
         rank.reset()
@@ -255,9 +258,7 @@ def test_a_reset_drops_what_waits_and_keeps_what_was_learnt() -> None:
 @pytest.mark.parametrize("way", ["absent", "of another size"])
 def test_states_that_do_not_fit_are_no_error(way: str) -> None:
     """Checkpoints of older versions have none."""
-    world = followed(3, NUMPY)
-    for step in range(3):
-        world.step(drawn(3, step))
+    world = followed_for_some_steps()
     state = world.ranks[0].state_dict()
     for key in OF_ADAM:
         if way == "absent":
