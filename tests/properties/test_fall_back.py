@@ -120,12 +120,12 @@ def test_at_two_ranks_later_steps_are_those_of_dense_to_the_bit(
 @pytest.mark.parametrize("kind", METHODS)
 def test_reports_of_some_ranks_decide_for_all(kind: str) -> None:
     job = world(METHODS[kind])
-    reported = [[1.0 + 0.1 * (step % 2) for step in range(30)] for _ in range(4)]
-    reported[0] += [300.0] * 50  # rank 0 is an owner with every exchange
+    reported = [[1.0 + 0.1 * (step % 2) for step in range(20)] for _ in range(4)]
+    reported[0] += [300.0] * 40  # rank 0 is an owner with every exchange
     fell = list[Any]()
     for rank in job.ranks:
         rank.on_step(lambda counters: fell.append(counters.fell_back))
-    for step in range(80):
+    for step in range(60):
         take(job, gradients(4, step))
         for rank, values in zip(job.ranks, reported, strict=True):
             if step < len(values):
