@@ -34,7 +34,7 @@ from setup.provision import (
 from setup.run import Console, Runner, SetupError
 from setup.state import Environment
 
-EXTRAS = ("torch", "mpi", "checkpoint", "examples")
+EXTRAS = ("torch", "checkpoint", "examples")
 # Taken out when all is installed, with what else nobody compiles against in an image.
 BUILD_PACKAGES = ("cmake", "wheel")
 HEADERS = ("torch/include", "tensorflow/include")

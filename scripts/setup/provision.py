@@ -34,7 +34,7 @@ PINS = (
 # Without its dependencies: it asks for "tensorflow", which tensorflow-cpu is under another name.
 TF_KERAS = "tf-keras==2.20.*"
 BUILD_TOOLS = ("setuptools>=80,<86", "wheel>=0.45", "packaging")
-EXTRAS = "torch,mpi,checkpoint,examples,tune,test,dev,triton"
+EXTRAS = "torch,checkpoint,examples,tune,test,dev,triton"
 
 # On the package index, torch 2.13.0 for Linux brings several GB of CUDA packages along.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"

@@ -114,8 +114,7 @@ def test_the_command_s_status_is_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("--rate", "fast"), ("--loss", "1.5"), ("--delay", "50"), ("--hosts", "0")],
+    "arguments", [("--rate", "fast"), ("--loss", "1.5"), ("--delay", "50"), ("--hosts", "0")]
 )
 def test_settings_that_make_no_cluster_are_refused(arguments: tuple[str, str]) -> None:
     with netlab(*arguments, "--", "true") as process:

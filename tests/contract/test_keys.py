@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend, each_of
 from oracle.dithered import Dithered, DitheredSum
-from oracle.world import Gradients, World, same_bits
+from oracle.world import Gradients, World, drawn, same_bits
 
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.methods import Method
@@ -17,26 +17,22 @@ from horovod_topk.methods.keys import Key
 
 RANKS = 3
 SHAPES = {"w": (40, 30), "v": (7, 9), "b": (5,)}  # w has blocks of several owners; b is whole
+SPECS = [TensorSpec(name, shape, "float32") for name, shape in SHAPES.items()]
 METHODS = {
     **{each: Dithered(exchange=each, min_numel=8) for each in ("allgather", "sharded")},
     "hierarchical": Dithered(exchange="hierarchical", min_numel=8),
     "reduce": DitheredSum(min_numel=8),
 }
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-each_backend = each_of(NUMPY, NATIVE, TENSORFLOW, rest=[TORCH])
+each_backend = each_of(NUMPY, NATIVE, rest=[TORCH, TENSORFLOW])
 
 
 def world_of(method: Method, backend: Backend = NUMPY) -> World:
-    specs = [TensorSpec(name, shape, "float32") for name, shape in SHAPES.items()]
-    return World(make_plan(specs, method), RANKS, backend)
+    return World(make_plan(SPECS, method), RANKS, backend)
 
 
 def gradients(step: int) -> list[Gradients]:
-    random = np.random.default_rng(step)
-    return [
-        {name: random.standard_normal(shape).astype("f4") for name, shape in SHAPES.items()}
-        for _ in range(RANKS)
-    ]
+    return drawn(SPECS, RANKS, step)
 
 
 def latest(world: World) -> list[dict[str, bytes]]:

@@ -173,8 +173,8 @@ def cases(
     """A test for each row, exchange, number of ranks and framework.
 
     The fast tier has none of PyTorch's without kernels, and one of TensorFlow's, as each builds
-    several graphs; none without `graphs`, where a law takes many steps. Of rounds by other
-    exchanges than their own it has PowerSGD's.
+    several graphs; none without `graphs`, as TensorFlow's bits are compared with NumPy's once. Of
+    rounds by other exchanges than their own it has PowerSGD's.
     """
     found = [
         Case(name, method, ranks, backend)
@@ -301,7 +301,7 @@ def assert_same(left: Array, right: Array) -> None:
 
 
 @pytest.mark.one_in(11)
-@cases("allgather", of=lambda method: isinstance(method, Codec))
+@cases("allgather", of=lambda method: isinstance(method, Codec), graphs=False)
 def test_what_is_not_gathered_stays_in_the_residual(case: Case) -> None:
     world, steps = case.world(), gradients_of(case)
     for _ in range(3):
@@ -322,7 +322,7 @@ def test_what_is_not_gathered_stays_in_the_residual(case: Case) -> None:
 
 
 @pytest.mark.one_in(11)
-@cases("sharded", of=lambda method: isinstance(method, Codec))
+@cases("sharded", of=lambda method: isinstance(method, Codec), graphs=False)
 def test_what_is_not_sent_to_owners_or_back_stays_in_residuals(case: Case) -> None:
     world, steps = case.world(), gradients_of(case)
     for _ in range(3):
@@ -414,7 +414,7 @@ def _all_kept(world: World) -> Gradients:
 
 
 @pytest.mark.one_in(11)
-@cases()
+@cases(graphs=False)
 def test_a_tensor_that_travels_whole_is_exact(case: Case) -> None:
     """It leaves no residual; float16 values add up in float32."""
     world, steps = case.world(), gradients_of(case)
@@ -444,7 +444,7 @@ def _residuals(world: World) -> list[Gradients]:
 
 
 @pytest.mark.one_in(11)
-@cases()
+@cases(graphs=False)
 def test_all_ranks_have_the_same_bits(case: Case) -> None:
     for applied in run(case.world(), gradients_of(case), 4):
         assert same_bits(applied, [applied[0]] * case.ranks)
@@ -537,8 +537,7 @@ def test_a_job_goes_on_from_its_state_dicts(case: Case) -> None:
     first, second, steps = case.world(), case.world(), gradients_of(case)
     run(first, steps, 3)
     run(second, gradients_of(case, seed=1), 1)  # what is loaded replaces it
-    for saved, loads in zip(first.ranks, second.ranks, strict=True):
-        loads.load_state_dict(saved.state_dict())
+    second.load(first)
     assert second.kept() == first.kept()
     for _ in range(3):
         gradients = next(steps)

@@ -156,12 +156,22 @@ def test_denormals_count_whatever_a_framework_has_set(
     assert both.kernels.payloads[0].numpy().tobytes() == kept.tobytes()
 
 
-def test_no_more_threads_than_the_system_gives() -> None:
-    """Where a thread cannot be made, the others do its work."""
+def test_threads_of_a_child_and_no_more_than_the_system_gives() -> None:
+    """fork() does not copy threads: waiting for one of the parent's would be for ever.
+
+    Where a thread cannot be made, the others do its work.
+    """
     script = """
-import resource, torch, NAME
-torch.get_num_threads = lambda: 3
+import os, resource, torch, NAME
+torch.get_num_threads = lambda: 2
 both = NAME.pair_of(2_100_000, ratio=0.01)
+both.encode(both.normal())
+child = os.fork()
+both.encode(both.normal())
+if child == 0:
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+torch.get_num_threads = lambda: 3
 gradients = both.normal()
 used = 4096 * int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, used + 2**29))
@@ -170,24 +180,6 @@ both.kernels.encode(gradients)
     source = f"import sys; sys.path[:0] = {sys.path!r}\n" + script.replace("NAME", __name__)
     command = f"ulimit -s {2**20} && exec {shlex.quote(sys.executable)} -c {shlex.quote(source)}"
     done = subprocess.run(["bash", "-c", command], timeout=200, check=False)  # stacks of 1 GiB
-    assert done.returncode == 0
-
-
-def test_a_child_of_a_process_with_threads_has_its_own() -> None:
-    """fork() does not copy threads: waiting for one of the parent's would be for ever."""
-    script = """
-import os, torch, NAME
-torch.get_num_threads = lambda: 2
-both = NAME.pair_of(2_100_000, ratio=0.01)
-both.encode(both.normal())
-child = os.fork()
-both.encode(both.normal())
-if child:
-    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-os._exit(0)
-"""
-    source = f"import sys; sys.path[:0] = {sys.path!r}\n" + script.replace("NAME", __name__)
-    done = subprocess.run([sys.executable, "-c", source], timeout=200, check=False)
     assert done.returncode == 0
 
 

@@ -46,6 +46,11 @@ def save(world: World, folder: Path, framework: str = "torch") -> list[Path]:
     return [path for path in paths if path is not None]
 
 
+def load(folder: Path, world: World, framework: str = "torch") -> None:
+    for rank in ranks(world, framework):
+        checkpoint.load(folder, rank)
+
+
 def resigned(data: bytes, **facts: Any) -> bytes:
     """A PyTorch shard with other facts and a digest that is right."""
     return shard.dump({**shard.parse(data, "torch", ""), **facts}, "torch")

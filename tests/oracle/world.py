@@ -29,12 +29,16 @@ SPECS = [TensorSpec("a", (40, 32), "float32"), TensorSpec("b", (30,), "float64")
 
 def gradients(ranks: int, seed: int = 0, factor: float = 1.0) -> list[Gradients]:
     """Every rank's gradients of `SPECS`: `factor` times standard normal numbers."""
+    return drawn(SPECS, ranks, seed, factor)
+
+
+def drawn(
+    specs: Sequence[TensorSpec], ranks: int, seed: Any, factor: float = 1.0
+) -> list[Gradients]:
+    """Standard normal gradients of every rank, from a seed, or from a generator that goes on."""
     random = np.random.default_rng(seed)
     return [
-        {
-            "a": (factor * random.standard_normal((40, 32))).astype(np.float32),
-            "b": factor * random.standard_normal(30),
-        }
+        {s.name: (factor * random.standard_normal(s.shape)).astype(s.dtype) for s in specs}
         for _ in range(ranks)
     ]
 
@@ -106,6 +110,41 @@ class World:
         exchanged = self.exchange(gradients)
         self.commit()
         return exchanged
+
+    def advance(self) -> None:
+        """Take the next stage of a step on every rank."""
+        for compressor in self.ranks:
+            compressor.step.advance()
+
+    def end(self, ranks: Sequence[int], stages: int | None = None) -> list[NDArray[Any]]:
+        """End a step of one bucket on some ranks, in lock-step; return what they would apply.
+
+        stages: those that are left, if not all.
+        """
+        for _ in range(self.ranks[0].step.stages if stages is None else stages):
+            for rank in ranks:
+                self.ranks[rank].step.advance()
+        applied = []
+        for rank in ranks:
+            arrays = self._of_bucket(rank, self.plan.buckets[0])
+            self.ranks[rank].step.finish({0: arrays})
+            self.ranks[rank].rollback()
+            applied += [self.backend.numpy(each) for each in arrays if self.backend.ops.numel(each)]
+        return applied
+
+    def set_ratio(self, ratio: float | None) -> None:
+        """Ask for a ratio on every rank."""
+        for compressor in self.ranks:
+            compressor.set_ratio(ratio)
+
+    def load(self, other: World) -> None:
+        """Load the state of another job's ranks."""
+        for mine, theirs in zip(self.ranks, other.ranks, strict=True):
+            mine.load_state_dict(theirs.state_dict())
+
+    def owed(self) -> list[Gradients]:
+        """Flat copies of all residuals: every rank's, and those of owners."""
+        return [*self.residuals(), *self.owned()]
 
     def residuals(self) -> list[Gradients]:
         """Flat copies of every rank's residuals."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,8 @@ from horovod_topk.updates.tracker import SGD
 
 W = TensorSpec("w", (100,), "float32")
 B = TensorSpec("b", (10,), "float32")
-AGREED = make_plan([W, B], TopK(ratio=0.01, values="float32"))
+CONFIG = TopK(ratio=0.01, values="float32")
+AGREED = make_plan([W, B], CONFIG)
 
 
 @dataclass(frozen=True)
@@ -36,57 +38,37 @@ class NextFormat(Plan):
 
 
 # field -> a plan that differs in it, what the others have, what this one has
+CLIPPED = make_plan([W, B], replace(CONFIG, clip_norm=0.5))
 DIFFERENT = {
-    "format": (NextFormat(AGREED.config, "average", AGREED.buckets), "2", "3"),
-    "settings": (
-        make_plan([W, B], TopK(ratio=0.01, values="float32", clip_norm=0.5)),
-        '["clip_norm", null]',
-        '["clip_norm", 0.5]',
-    ),
-    "reduction": (
-        make_plan([W, B], TopK(ratio=0.01, values="float32"), "sum"),
-        '"average"',
-        '"sum"',
-    ),
-    "names": (
-        make_plan([W, TensorSpec("c", (10,), "float32")], TopK(ratio=0.01, values="float32")),
-        '"b"',
-        '"c"',
-    ),
-    "shapes": (
-        make_plan([W, TensorSpec("b", (2, 5), "float32")], TopK(ratio=0.01, values="float32")),
-        '["b", [10]]',
-        '["b", [2, 5]]',
-    ),
+    "format": (NextFormat(CONFIG, "average", AGREED.buckets), "2", "3"),
+    "settings": (CLIPPED, '["clip_norm", null]', '["clip_norm", 0.5]'),
+    "reduction": (make_plan([W, B], CONFIG, "sum"), '"average"', '"sum"'),
+    "names": (make_plan([W, replace(B, name="c")], CONFIG), '"b"', '"c"'),
+    "shapes": (make_plan([W, replace(B, shape=(2, 5))], CONFIG), '["b", [10]]', '["b", [2, 5]]'),
     "dtypes": (
-        make_plan([W, TensorSpec("b", (10,), "float16")], TopK(ratio=0.01, values="float32")),
+        make_plan([W, replace(B, dtype="float16")], CONFIG),
         '["b", "float32"]',
         '["b", "float16"]',
     ),
-    "buckets": (
-        make_plan([W, B], TopK(ratio=0.01, values="float32"), groups=[[W]]),
-        '["w", "b"]',
-        '["w"]',
-    ),
+    "buckets": (make_plan([W, B], CONFIG, groups=[[W]]), '["w", "b"]', '["w"]'),
 }
 
 
 def proposals(
-    plans: Sequence[Plan], backend: Backend = NUMPY, ordinals: Sequence[int] | None = None
+    *plans: Plan, backend: Backend = NUMPY, ordinals: Sequence[int] = (0,) * 4, **facts: Any
 ) -> list[Future[int]]:
-    """What each rank gets from `agree`."""
-    network = Loopback(len(plans), backend.ops)
-    return on_every_rank(
-        network,
-        lambda here: agree(
-            plans[here.rank], ordinals[here.rank] if ordinals else 0, backend.ops, here
-        ),
-    )
+    """What each rank gets from `agree`; facts: those of each rank."""
+
+    def propose(here: Any) -> int:
+        own = {name: each[here.rank] for name, each in facts.items()}
+        return agree(plans[here.rank], ordinals[here.rank], backend.ops, here, **own)
+
+    return on_every_rank(Loopback(len(plans), backend.ops), propose)
 
 
 @each_backend
 def test_ranks_with_one_plan_take_the_highest_ordinal(backend: Backend) -> None:
-    answers = proposals([AGREED] * 4, backend, ordinals=[0, 3, 1, 3])
+    answers = proposals(*[AGREED] * 4, backend=backend, ordinals=[0, 3, 1, 3])
     assert [answer.result() for answer in answers] == [3, 3, 3, 3]
 
 
@@ -95,7 +77,7 @@ def test_ranks_with_one_plan_take_the_highest_ordinal(backend: Backend) -> None:
 def test_a_mismatch_names_rank_and_field_on_every_rank(field: str, odd: int) -> None:
     plan, usual, unusual = DIFFERENT[field]
     plans = [plan if rank == odd else AGREED for rank in range(3)]
-    for rank, answer in enumerate(proposals(plans)):
+    for rank, answer in enumerate(proposals(*plans)):
         other = odd if rank != odd else (1 if odd == 0 else 0)
         here, there = (unusual, usual) if rank == odd else (usual, unusual)
         message = str(answer.exception())
@@ -111,11 +93,11 @@ def test_ranks_need_kernels_of_one_kind_where_momenta_depend_on_them(
     """What all ranks compute alike would have other last bits on one of them."""
     kinds = iter(("others", "Triton") * 2)
     monkeypatch.setattr(type(NUMPY.ops), "kernel_kind", lambda ops, device: next(kinds))
-    adapted = make_plan([W, B], TopK(ratio=0.01, values="float32"), update_rule=SGD)
-    messages = [str(answer.exception()) for answer in proposals([adapted] * 2)]
+    adapted = make_plan([W, B], CONFIG, update_rule=SGD)
+    messages = [str(answer.exception()) for answer in proposals(adapted, adapted)]
     assert all(each.startswith("ranks disagree on kernels: ") for each in messages)
     assert all("with one version of Triton" in each for each in messages)
-    assert [answer.result() for answer in proposals([AGREED] * 2)] == [0, 0]
+    assert [answer.result() for answer in proposals(AGREED, AGREED)] == [0, 0]
 
 
 def test_other_fields_are_a_mismatch_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +107,7 @@ def test_other_fields_are_a_mismatch_on_every_rank(monkeypatch: pytest.MonkeyPat
     fewer = {name: fields[name] for name in list(fields)[:-1]}
     usual = Plan.fields
     monkeypatch.setattr(Plan, "fields", lambda self: fewer if self is older else usual(self))
-    for answer in proposals([AGREED, older, AGREED]):
+    for answer in proposals(AGREED, older, AGREED):
         assert isinstance(answer.exception(), PlanMismatchError)
         assert "Install one version of horovod_topk" in str(answer.exception())
 
@@ -160,39 +142,21 @@ def test_a_foreign_payload_is_refused_before_anything_changed(data: st.DataObjec
 
 def test_ranks_need_optimizers_of_one_class() -> None:
     """Also where the exchange does not depend on them: equal gradients would move weights apart."""
-    kinds = "SGD", "AdamW"
-    answers = on_every_rank(
-        Loopback(2, NUMPY.ops),
-        lambda here: agree(AGREED, 0, NUMPY.ops, here, optimizer=kinds[here.rank]),
-    )
-    messages = [str(answer.exception()) for answer in answers]
+    first, _ = proposals(AGREED, AGREED, optimizer=("SGD", "AdamW"))
     told = 'ranks disagree on optimizer: "AdamW" on rank 1, "SGD" on rank 0 (this one). Give all'
-    assert messages[0].startswith(told)
+    assert str(first.exception()).startswith(told)
 
 
 def test_an_optimizer_that_is_not_known_is_not_compared() -> None:
     """A tape, which does not know it, meets a rank of PyTorch."""
-    kinds = "SGD", None, "SGD"
-    answers = on_every_rank(
-        Loopback(3, NUMPY.ops),
-        lambda here: agree(AGREED, here.rank, NUMPY.ops, here, optimizer=kinds[here.rank]),
-    )
-    assert [answer.result() for answer in answers] == [2, 2, 2]
-
-    odd = "SGD", None, "AdamW"
-    answers = on_every_rank(
-        Loopback(3, NUMPY.ops),
-        lambda here: agree(AGREED, 0, NUMPY.ops, here, optimizer=odd[here.rank]),
-    )
-    for answer in answers:
+    alike = proposals(*[AGREED] * 3, ordinals=range(3), optimizer=("SGD", None, "SGD"))
+    assert [answer.result() for answer in alike] == [2, 2, 2]
+    for answer in proposals(*[AGREED] * 3, optimizer=("SGD", None, "AdamW")):
         assert str(answer.exception()).startswith('ranks disagree on optimizer: "')
 
 
 def test_ranks_need_a_grad_scaler_all_or_none() -> None:
     """Residuals with a scale, and others without it, would add up to other weights."""
-    answers = on_every_rank(
-        Loopback(2, NUMPY.ops),
-        lambda here: agree(AGREED, 0, NUMPY.ops, here, has_scaler=here.rank == 1),
-    )
-    messages = [str(answer.exception()) for answer in answers]
-    assert messages[0].startswith("ranks disagree on grad_scaler: true on rank 1, false on rank 0")
+    first, _ = proposals(AGREED, AGREED, has_scaler=(False, True))
+    told = "ranks disagree on grad_scaler: true on rank 1, false on rank 0"
+    assert str(first.exception()).startswith(told)

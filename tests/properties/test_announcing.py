@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from oracle.backends import NUMPY, Backend
-from oracle.world import Gradients, World, same_bits
+from oracle.world import Gradients, World, drawn, same_bits
 
 from horovod_topk.core.exchange.announcing import announced_bytes
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
@@ -75,10 +74,7 @@ def world_of(exchange: str, backend: Backend = NUMPY, **settings: Any) -> World:
 
 
 def gradients(step: int) -> list[Gradients]:
-    random = np.random.default_rng(step)
-    return [
-        {s.name: random.standard_normal(s.shape).astype("f4") for s in SPECS} for _ in range(RANKS)
-    ]
+    return drawn(SPECS, RANKS, step)
 
 
 def told(numel: int) -> list[tuple[list[float], list[list[float]]]]:
@@ -160,8 +156,7 @@ def test_what_travels_whole_is_not_announced(exchange: str) -> None:
 def test_announcements_of_all_buckets_are_under_way_together() -> None:
     specs = [SPECS[0], replace(SPECS[3], dtype="float64")]
     world = World(make_plan(specs, Shifted()), RANKS, NUMPY)
-    random = np.random.default_rng(0)
-    world.step([{s.name: random.standard_normal(s.shape) for s in specs}] * RANKS)
+    world.step(drawn(specs, RANKS, 0))
     sent = [name.removeprefix("job.0.") for name, _ in world.payloads(0)]
     assert sent == ["0.announce", "1.announce", "0", "1"]
 
@@ -182,20 +177,6 @@ def test_momentum_is_corrected_before_it_is_announced(exchange: str) -> None:
 # A rank that fails.
 
 
-def finish(world: World, ranks: list[int], stages: int) -> list[NDArray[Any]]:
-    """What some ranks have in the end of a step, in lock-step; then they end it."""
-    for _ in range(stages):
-        for rank in ranks:
-            world.ranks[rank].step.advance()
-    applied = []
-    for rank in ranks:
-        arrays = world._of_bucket(rank, world.plan.buckets[0])
-        world.ranks[rank].step.finish({0: arrays})
-        world.ranks[rank].rollback()
-        applied += [each for each in arrays if each.size]
-    return applied
-
-
 @each_exchange
 @pytest.mark.parametrize("before_it", range(4))
 def test_a_rank_that_abandons_a_step_ends_it_for_all(exchange: str, before_it: int) -> None:
@@ -209,10 +190,9 @@ def test_a_rank_that_abandons_a_step_ends_it_for_all(exchange: str, before_it: i
     before = world.kept()
     world.launch(gradients(1))
     for _ in range(before_it):
-        for compressor in world.ranks:
-            compressor.step.advance()
+        world.advance()
     world.ranks[1].abandon()
-    applied = finish(world, [0, 2, 3], stages - before_it)
+    applied = world.end([0, 2, 3], stages - before_it)
     if before_it < stages:
         assert any(np.isnan(each).all() for each in applied)
     assert world.kept() == before
@@ -228,8 +208,7 @@ def test_a_damaged_announcement_is_refused_and_the_others_are_told(exchange: str
     before, stages = world.kept(), world.ranks[0].step.stages
     world.launch(gradients(1))
     if exchange == "hierarchical":
-        for compressor in world.ranks:
-            compressor.step.advance()
+        world.advance()
     networks = [world.network, *world.network.groups.values()]
     for network in networks:
         for (name, _), posted in network._posted.items():

@@ -112,11 +112,6 @@ def test_momentum_correction_leaves_two_to_choose_from(
     assert "hierarchical" not in because
 
 
-def test_the_reason_names_what_a_second_selection_costs() -> None:
-    assert chosen(plan_of(), (1,) * 8)[1].endswith(SECOND_SELECTION)
-    assert SECOND_SELECTION not in chosen(plan_of(), (1, 1))[1]
-
-
 def built(
     kind: str, locations: list[Location], monkeypatch: pytest.MonkeyPatch, unable: int | None = None
 ) -> list[Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle.backends import NUMPY, Backend, each_backend
 from oracle.examples import examples
 from oracle.jobs import jobs, steps
-from oracle.world import Gradients, World
+from oracle.world import Gradients, World, drawn
 
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.methods import METHODS
@@ -47,12 +47,7 @@ def commit(world: World, without: Collection[str] = (), frozen: Collection[str] 
 
 
 def of_two(ranks: int, seed: int) -> list[Gradients]:
-    random = np.random.default_rng(seed)
-    shapes = {spec.name: spec.shape for spec in SPECS}
-    return [
-        {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-        for _ in range(ranks)
-    ]
+    return drawn(SPECS, ranks, seed)
 
 
 @each_backend

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from oracle.backends import TENSORFLOW, Backend, each_backend
+from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend, each_backend
 from oracle.examples import examples
 from oracle.jobs import gradient, jobs, steps, within_float16
 from oracle.world import World, same_bits
@@ -123,29 +123,27 @@ def shown(method: Any) -> str:
     return "-".join([type(method).__name__, *(str(getattr(method, each, "")) for each in own)])
 
 
-@each_backend
+SPARSE = TopK(0.1, min_numel=0)
+CASES = [
+    *[(each, method, None) for each in (NUMPY, NATIVE, TORCH) for method in WAIT],
+    *[(each, SPARSE, SGD) for each in (NUMPY, NATIVE)],
+    (TENSORFLOW, SPARSE, None),
+]
+
+
 @pytest.mark.parametrize("reduction", ["average", "sum"])
-@pytest.mark.parametrize("method", WAIT, ids=shown)
-def test_what_float16_cannot_hold_waits(backend: Backend, reduction: str, method: Any) -> None:
-    """What has waited is float32, and may be more than a float16 gradient can hold."""
-    assert_finite_and_conserved(backend, reduction, method)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
-def test_what_float16_cannot_hold_waits_in_tensorflow(exchange: str) -> None:
-    assert_finite_and_conserved(TENSORFLOW, "sum", TopK(0.1, min_numel=0, exchange=exchange))
-
-
-@each_backend
-def test_what_float16_cannot_hold_waits_where_sgd_is_followed(backend: Backend) -> None:
-    assert_finite_and_conserved(backend, "sum", TopK(0.1, min_numel=0), SGD)
-
-
-def assert_finite_and_conserved(
-    backend: Backend, reduction: str, method: Any, update_rule: Rule | None = None
+@pytest.mark.parametrize(
+    ("backend", "method", "update_rule"),
+    CASES,
+    ids=[f"{backend.name}-{shown(method)}{'-sgd' * bool(rule)}" for backend, method, rule in CASES],
+)
+def test_what_float16_cannot_hold_waits(
+    backend: Backend, method: Any, update_rule: Rule | None, reduction: str
 ) -> None:
-    """Train four steps on residuals of up to 300,000, with gradients of 2,000."""
+    """What has waited is float32, and may be more than a float16 gradient can hold.
+
+    Four steps on residuals of up to 300,000, with gradients of 2,000.
+    """
     size, random = 3, np.random.default_rng(0)
     world = World(make_plan(HALVES, method, reduction, update_rule=update_rule), size, backend)
     for rank in world.ranks:

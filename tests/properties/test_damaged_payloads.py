@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from oracle.backends import NATIVE, NUMPY, Backend
-from oracle.world import Gradients, World, same_bits
+from oracle.world import Gradients, World, drawn, same_bits
 
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.errors import PayloadError, PlanMismatchError
@@ -48,10 +48,7 @@ def cases() -> Iterator[Any]:
 
 
 def gradients(step: int) -> list[Gradients]:
-    drawn = np.random.default_rng(step)
-    return [
-        {s.name: drawn.standard_normal(s.shape).astype("f4") for s in SPECS} for _ in range(RANKS)
-    ]
+    return drawn(SPECS, RANKS, step)
 
 
 def damage(payload: Any, kind: str, draw: random.Random) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from oracle.backends import NATIVE
-from oracle.world import Gradients, World, same_bits
+from oracle.world import Gradients, World, drawn, same_bits
 from torch import Tensor
 
 from horovod_topk.core.codec import codec
@@ -77,9 +77,7 @@ def world_of(exchange: str, backend: Any) -> World:
 
 
 def gradients(step: int) -> list[Gradients]:
-    drawn = np.random.default_rng(step)
-    every = [[(s.name, drawn.standard_normal(s.shape)) for s in SPECS] for _ in range(RANKS)]
-    return [{name: values.astype("f4") for name, values in own} for own in every]
+    return drawn(SPECS, RANKS, step)
 
 
 @EXCHANGES
@@ -103,14 +101,6 @@ def test_steps_are_those_of_buckets_one_by_one(
         for world in worlds:
             world.rollback() if step == 1 else world.commit()
     assert worlds[0].kept() == worlds[1].kept()
-
-
-def foreign(payload: Tensor) -> None:
-    payload[9] ^= 1  # of the number of tensors
-
-
-def damaged(payload: Tensor) -> None:
-    payload[0] ^= 1  # of the magic letters
 
 
 @pytest.mark.parametrize(("byte", "error"), [(9, PlanMismatchError), (0, PayloadError)])

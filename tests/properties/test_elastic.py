@@ -92,11 +92,24 @@ class Job(elastic.Job):
         for rank in self.ranks:
             rank.step(self.noise)
 
+    @property
+    def lost(self) -> set[int]:
+        """How many ranks were lost, as each rank counts."""
+        return {rank.stats().lost_ranks for rank in self.ranks}
+
     def mass(self) -> np.ndarray[Any, Any]:
         return sum_of(self.ranks) / (len(self.ranks) if self.reduction == "average" else 1)
 
     def assert_mass(self, expected: np.ndarray[Any, Any]) -> None:
         np.testing.assert_allclose(self.mass(), expected, rtol=2e-6, atol=2e-6)
+
+
+def committed(size: int, reduction: str = "average", folder: Path | None = None) -> Job:
+    """A job after a step and a commit."""
+    job = Job(size, reduction, folder)
+    job.step()
+    job.commit()
+    return job
 
 
 reductions = pytest.mark.parametrize("reduction", ["average", "sum"])
@@ -128,9 +141,7 @@ def test_who_leaves_hands_over(reduction: str, joining: int, kept: bool, tmp_pat
 
 @reductions
 def test_a_failure_after_handing_over_does_not_undo_it(reduction: str) -> None:
-    job = Job(4, reduction)
-    job.step()
-    job.commit()
+    job = committed(4, reduction)
     before = job.mass()
     job.leave([3])
     job.step()
@@ -142,21 +153,17 @@ def test_a_failure_after_handing_over_does_not_undo_it(reduction: str) -> None:
 
 @reductions
 def test_what_the_lost_owed_is_kept_on_disk(reduction: str, tmp_path: Path) -> None:
-    job = Job(4, reduction, tmp_path)
-    job.step()
-    job.commit()
+    job = committed(4, reduction, tmp_path)
     before = job.mass()
     job.step()
     job.lose([0, 2], joining=1)
     job.assert_mass(before)
-    assert {rank.stats().lost_ranks for rank in job.ranks} == {0}
+    assert job.lost == {0}
 
 
 @reductions
 def test_an_heir_lost_before_it_commits_inherits_nothing(reduction: str, tmp_path: Path) -> None:
-    job = Job(5, reduction, tmp_path)
-    job.step()
-    job.commit()
+    job = committed(5, reduction, tmp_path)
     before = job.mass()
     job.lose([4])
     job.assert_mass(before)
@@ -181,9 +188,7 @@ def inherit_without_removing(job: Job, folder: Path) -> None:
 
 
 def test_an_heir_lost_between_writing_and_removing_counts_once(tmp_path: Path) -> None:
-    job = Job(4, "average", tmp_path)
-    job.step()
-    job.commit()
+    job = committed(4, folder=tmp_path)
     before = job.mass()
     inherit_without_removing(job, tmp_path)
     job.lose([0])
@@ -191,9 +196,7 @@ def test_an_heir_lost_between_writing_and_removing_counts_once(tmp_path: Path) -
 
 
 def test_what_an_heir_had_absorbed_counts_once_for_its_heir(tmp_path: Path) -> None:
-    job = Job(4, "average", tmp_path)
-    job.step()
-    job.commit()
+    job = committed(4, folder=tmp_path)
     before = job.mass()
     inherit_without_removing(job, tmp_path)
     job.lose([0])
@@ -203,9 +206,7 @@ def test_what_an_heir_had_absorbed_counts_once_for_its_heir(tmp_path: Path) -> N
 
 
 def test_without_a_folder_the_loss_is_counted() -> None:
-    job = Job(4, "average")
-    job.step()
-    job.commit()
+    job = committed(4)
     owed = sum(rank.stats().residual_norm ** 2 for rank in job.ranks[2:]) ** 0.5
     remains = sum_of(job.ranks[:2])
     job.lose([2, 3], joining=3)
@@ -218,27 +219,23 @@ def test_without_a_folder_the_loss_is_counted() -> None:
 
 
 def test_another_commit_is_not_taken_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(3, "average", tmp_path)
-    job.step()
-    job.commit()
+    job = committed(3, folder=tmp_path)
     job.step()
     for rank in job.ranks[:2]:  # the third is lost before it commits, too
         rank.manager.save()
     job.lose([2])
-    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert job.lost == {1}
     assert "is of another commit" in caplog.text
 
 
 def test_a_damaged_file_is_counted_as_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(3, "average", tmp_path)
-    job.step()
-    job.commit()
+    job = committed(3, folder=tmp_path)
     for file in tmp_path.iterdir():
         file.write_bytes(file.read_bytes()[:-3] + b"odd")
     job.lose([2])
-    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert job.lost == {1}
     assert "is damaged or cut short" in caplog.text
 
 
@@ -272,7 +269,7 @@ def test_what_a_file_lists_is_this_jobs_own_or_it_is_refused(
     job.lose([2])
     job.step()
     job.commit()
-    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert job.lost == {1}
     assert "lists" in caplog.text
     assert (tmp_path / "beside").exists()
     assert (tmp_path / "commits" / "beside").exists()
@@ -290,12 +287,10 @@ def test_what_a_file_lists_is_this_jobs_own_or_it_is_refused(
 def test_numbers_that_no_rank_writes_are_refused(
     facts: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(3, "average", tmp_path)
-    job.step()
-    job.commit()
+    job = committed(3, folder=tmp_path)
     spoiled(job, **facts)
     job.lose([2], joining=1)
-    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert job.lost == {1}
     assert "is no file as a rank of this job writes it" in caplog.text
 
 
@@ -332,24 +327,20 @@ def test_what_a_joiner_has_loaded_is_the_others_already() -> None:
 
 
 def test_a_rank_that_went_back_to_another_step_is_counted_as_lost() -> None:
-    job = Job(3, "average")
-    job.step()
-    job.commit()
+    job = committed(3)
     job.step()
     for rank in job.ranks[:2]:
         rank.manager.save()
     job.lose([])
-    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert job.lost == {1}
     assert not job.ranks[2].owed().any()
 
 
 def test_a_loss_is_counted_once() -> None:
-    job = Job(3, "average")
-    job.step()
-    job.commit()
+    job = committed(3)
     job.lose([2])
     job.lose([])  # before the next commit
-    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert job.lost == {1}
 
 
 @pytest.mark.parametrize("elder_knows", [True, False])

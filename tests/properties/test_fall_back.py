@@ -15,7 +15,7 @@ from oracle.world import SPECS, Gradients, World, gradients, same_bits
 
 from horovod_topk.core.control.guard import COMMON, COMPRESSING, DENSE, FLUSHING, VERDICT
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
-from horovod_topk.errors import ConfigError, StateDictError
+from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.powersgd import PowerSGD
@@ -120,12 +120,12 @@ def test_at_two_ranks_later_steps_are_those_of_dense_to_the_bit(
 @pytest.mark.parametrize("kind", METHODS)
 def test_reports_of_some_ranks_decide_for_all(kind: str) -> None:
     job = world(METHODS[kind])
-    reported = [[1.0 + 0.1 * (step % 2) for step in range(30)] for _ in range(4)]
-    reported[0] += [300.0] * 50  # rank 0 is an owner with every exchange
+    reported = [[1.0 + 0.1 * (step % 2) for step in range(20)] for _ in range(4)]
+    reported[0] += [300.0] * 40  # rank 0 is an owner with every exchange
     fell = list[Any]()
     for rank in job.ranks:
         rank.on_step(lambda counters: fell.append(counters.fell_back))
-    for step in range(80):
+    for step in range(60):
         take(job, gradients(4, step))
         for rank, values in zip(job.ranks, reported, strict=True):
             if step < len(values):
@@ -155,9 +155,9 @@ def test_the_bytes_of_a_report_and_a_verdict() -> None:
 
 
 def test_dense_gradients_of_many_ranks_are_not_gathered() -> None:
-    specs = [TensorSpec("w", (1000, 300), "float32")]
+    specs = [TensorSpec("w", (300, 300), "float32")]
     job = World(make_plan(specs, TOPK), 8, NUMPY)
-    given = [{"w": np.full((1000, 300), float(rank), np.float32)} for rank in range(8)]
+    given = [{"w": np.full((300, 300), float(rank), np.float32)} for rank in range(8)]
     for rank in job.ranks:
         rank.guard.memory = rank.guard.memory._replace(stage=float(FLUSHING))
     assert (take(job, given)[5]["w"] == 3.5).all()
@@ -170,15 +170,14 @@ def test_dense_gradients_of_many_ranks_are_not_gathered() -> None:
     assert {rank.exchange.kind for rank in job.ranks} == {"allgather"}
 
 
-@pytest.mark.parametrize("saved_at", [2, 4, 5, 6, 8])
+@pytest.mark.parametrize("saved_at", [4, 5, 6])
 def test_it_goes_on_where_a_state_dict_left_it(saved_at: int) -> None:
     settings = replace(TOPK, exchange="sharded", guard=replace(STORM, cool_down=2))
     unbroken, resumed = world(settings), world(settings)
     for step in range(12):
         if step == saved_at:
-            for old, new in zip(unbroken.ranks, resumed.ranks, strict=True):
-                new.load_state_dict(old.state_dict())
-                assert new.clock == old.clock
+            resumed.load(unbroken)
+            assert [new.clock for new in resumed.ranks] == [old.clock for old in unbroken.ranks]
         given = with_a_nan(4) if step in (3, 4) else gradients(4, step)
         exchanged = take(unbroken, given)
         if step >= saved_at:
@@ -199,14 +198,6 @@ def test_a_rank_that_joins_learns_of_it() -> None:
     joined.ranks[0].resume(job.ranks[3].clock, 4)
     assert joined.ranks[0].guard.memory == job.ranks[3].guard.memory
     assert joined.ranks[0].ratio == 1.0
-
-
-@pytest.mark.parametrize("memory", ["many", [1.0], [math.nan] * 19, [0] * 19, [2.0] + [0.0] * 20])
-def test_what_is_no_memory_is_refused(memory: Any) -> None:
-    job = world(TOPK, 2)
-    state = job.ranks[0].state_dict()
-    with pytest.raises(StateDictError, match="a guard remembers"):
-        job.ranks[0].load_state_dict(state | {"guard": memory})
 
 
 def test_a_step_that_was_cut_off_counts_for_nothing() -> None:
@@ -237,8 +228,7 @@ def test_a_guard_of_what_sends_everything_is_refused(make: Any) -> None:
 
 def test_a_user_cannot_go_on_compressing_by_chance() -> None:
     job = world(TOPK, 2)
-    for rank in job.ranks:
-        rank.set_ratio(0.05)
+    job.set_ratio(0.05)
     storm(job)
     assert {rank.ratio for rank in job.ranks} == {1.0}
 

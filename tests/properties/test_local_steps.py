@@ -73,20 +73,47 @@ class Rank:
             inner(self.weights.values()), named, *preset, collective=collective, **settings
         )
         self.steps = 0
+        self.inner = list[list[Tensor]]()  # weights after each step of the inner optimizer
+        self.optimizer.register_step_post_hook(lambda *_: self.inner.append(self.snapshot()))
 
     @property
     def state(self) -> Any:
         return TopKEF.of(self.optimizer)
 
-    def step(self) -> None:
+    def step(self, gradient: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Step on random gradients, or on those that a function of a parameter returns."""
         self.steps += 1
         generator = torch.Generator().manual_seed(1000 * self.steps + self.rank)
         for p in self.weights.values():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            drawn = gradient or (lambda p: torch.randn(p.shape, generator=generator).to(p.dtype))
+            p.grad = drawn(p)
         self.optimizer.step()
+
+    def one_minute(self, steps: int, gradient: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Take so many steps in 60 seconds, which are one round."""
+        now = [0.0]
+        self.state.rounds._clock = lambda: now[0]
+        self.optimizer.begin()
+        for step in range(steps):
+            now[0] = 60.0 * (step + 1) / steps
+            self.step(gradient)
+        assert self.optimizer.rounds == 1
 
     def snapshot(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.weights.values()]
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Subtracts the gradient."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def of_one_tensor(**settings: Any) -> tuple[nn.Parameter, torch.optim.Optimizer, LocalSteps]:
+    """A parameter, the optimizer that trains it, and local steps around that."""
+    weights = nn.Parameter(torch.ones(40))
+    inner = torch.optim.SGD([weights], lr=0.1)
+    settings = {"collective": None, **settings}
+    return weights, inner, LocalSteps(inner, [("weights", weights)], **settings)
 
 
 def run(
@@ -182,18 +209,16 @@ def test_nothing_is_lost(alpha: float) -> None:
     def train(number: int, collective: Any) -> tuple[list[Tensor], ...]:
         rank = Rank(number, collective, compression=TopKEF(**SMALL), every=4, alpha=alpha)
         first = anchor = rank.snapshot()
-        kept = [torch.zeros_like(p) for p in first]
-        moved, inner = [torch.zeros_like(p) for p in first], list[list[Tensor]]()
-        rank.optimizer.register_step_post_hook(lambda *_: inner.append(rank.snapshot()))
+        kept, moved = ([torch.zeros_like(p) for p in first] for _ in range(2))
         for step in range(1, 21):
             rank.step()
             if step % 4 == 0:
-                each = zip(moved, anchor, inner[-1], kept, strict=True)
+                each = zip(moved, anchor, rank.inner[-1], kept, strict=True)
                 moved = [total + x - w - k for total, x, w, k in each]
                 anchor, left = rank.snapshot(), residuals(rank)
                 kept = [alpha * e for e in left]
             if step % 4 == 1:
-                assert same(rank.snapshot(), inner[-1]) == (step == 1 or not alpha)
+                assert same(rank.snapshot(), rank.inner[-1]) == (step == 1 or not alpha)
         return first, anchor, moved, left
 
     found = run(2, train)
@@ -213,11 +238,10 @@ def test_an_element_moves_by_the_mean_of_its_senders(exchange: str, values: str)
         method = TopKEF(**settings, exchange=exchange, values=values)
         mean = Outer(mean="senders")
         rank = Rank(number, collective, compression=method, every=2, outer=mean)
-        before, inner = rank.snapshot(), list[list[Tensor]]()
-        rank.optimizer.register_step_post_hook(lambda *_: inner.append(rank.snapshot()))
+        before = rank.snapshot()
         rank.step()
         rank.step()
-        each = zip(before, inner[-1], residuals(rank), strict=True)
+        each = zip(before, rank.inner[-1], residuals(rank), strict=True)
         return before, rank.snapshot(), [x - w - e for x, w, e in each]
 
     found = run(3, train)
@@ -238,21 +262,17 @@ def test_a_node_counts_by_its_ranks() -> None:
     locations = [Location(host, i - hosts.index(host), 0) for i, host in enumerate(hosts)]
 
     def train(number: int, collective: Any) -> tuple[list[Tensor], ...]:
+        def gradient(p: Tensor) -> Tensor:
+            found = of_its_own(p, 2 if number else 1)
+            found.view(-1)[0 if number else 1] = 8.0
+            found.view(-1)[2] = 1.0 + 4.0 * (number > 0)
+            return found
+
         method = TopKEF(**SMALL, exchange="hierarchical", values="float32")
-        rank = Rank(
-            number,
-            collective,
-            compression=method,
-            every=1,
-            outer=Outer(mean="senders"),
-            inner=lambda params: torch.optim.SGD(params, lr=1.0),
-        )
+        settings: dict[str, Any] = {"outer": Outer(mean="senders"), "inner": plain_sgd}
+        rank = Rank(number, collective, compression=method, every=1, **settings)
         before = rank.snapshot()
-        for p in rank.weights.values():
-            p.grad = of_its_own(p, 2 if number else 1)
-            p.grad.view(-1)[0 if number else 1] = 8.0
-            p.grad.view(-1)[2] = 1.0 + 4.0 * (number > 0)
-        rank.optimizer.step()
+        rank.step(gradient)
         return before, rank.snapshot()
 
     before, after = run(4, train, locations=locations)[0]
@@ -298,12 +318,10 @@ def test_half_precision_keeps_nothing_that_it_would_round() -> None:
     def train(number: int, collective: Any) -> None:
         settings: dict[str, Any] = {"alpha": 0.5, "dtype": torch.bfloat16}
         rank = Rank(number, collective, compression=TopKEF(**SMALL), every=2, **settings)
-        inner = list[list[Tensor]]()
-        rank.optimizer.register_step_post_hook(lambda *_: inner.append(rank.snapshot()))
         for _ in range(3):
             rank.step()
         assert any(bool(e.any()) for e in residuals(rank))
-        assert same(rank.snapshot(), inner[-1])
+        assert same(rank.snapshot(), rank.inner[-1])
 
     run(2, train)
 
@@ -507,17 +525,9 @@ def test_a_rank_keeps_its_residual_in_units_of_a_movement() -> None:
     def train(number: int, collective: Any) -> None:
         settings = {**SETTINGS["default"], "every": "60s", "compression": TopKEF(**SMALL)}
         rank = Rank(number, collective, **settings)
-        now, inner = [0.0], list[list[Tensor]]()
-        rank.state.rounds._clock = lambda: now[0]
-        rank.optimizer.begin()
-        rank.optimizer.register_step_post_hook(lambda *_: inner.append(rank.snapshot()))
-        count = (30, 10)[number]
-        for step in range(count):
-            now[0] = 60.0 * (step + 1) / count
-            rank.step()
-        assert rank.optimizer.rounds == 1
+        rank.one_minute((30, 10)[number])
         rank.step()
-        for w, after, e in zip(inner[-1], rank.snapshot(), residuals(rank), strict=True):
+        for w, after, e in zip(rank.inner[-1], rank.snapshot(), residuals(rank), strict=True):
             torch.testing.assert_close(w - after, 0.5 * e, atol=1e-6, rtol=1e-3)
         assert any(bool(e.any()) for e in residuals(rank))
 
@@ -533,13 +543,7 @@ def test_a_short_round_moves_by_no_multiple_of_residuals(mean: str) -> None:
         rank = Rank(
             number, collective, every="60s", outer=Outer(mean=mean), compression=method, decay=0.5
         )
-        now = [0.0]
-        rank.state.rounds._clock = lambda: now[0]
-        rank.optimizer.begin()
-        for step in range(30):
-            now[0] = 2.0 * (step + 1)
-            rank.step()
-        assert rank.optimizer.rounds == 1
+        rank.one_minute(30)
         before = rank.snapshot()
         rank.optimizer.param_groups[0]["lr"] = 0.0
         if number == 0:
@@ -556,23 +560,9 @@ def test_ranks_count_by_their_number_of_steps() -> None:
     """With seconds, a rank that has taken three times as many steps counts three times."""
 
     def train(number: int, collective: Any) -> list[Tensor]:
-        rank = Rank(
-            number,
-            collective,
-            compression=Dense(exchange="allgather"),
-            every="60s",
-            inner=lambda params: torch.optim.SGD(params, lr=1.0),
-        )
-        now = [0.0]
-        rank.state.rounds._clock = lambda: now[0]
-        rank.optimizer.begin()
-        count = (3, 1)[number]
-        for step in range(count):
-            now[0] = 60.0 * (step + 1) / count
-            for p in rank.weights.values():
-                p.grad = torch.full_like(p, (1.0, 5.0)[number])
-            rank.optimizer.step()
-        assert rank.optimizer.rounds == 1
+        method = Dense(exchange="allgather")
+        rank = Rank(number, collective, compression=method, every="60s", inner=plain_sgd)
+        rank.one_minute((3, 1)[number], lambda p: torch.full_like(p, (1.0, 5.0)[number]))
         return rank.snapshot()
 
     found, first = run(2, train), Rank(0, None, compression=Dense).snapshot()
@@ -586,25 +576,16 @@ def test_an_element_of_a_fast_rank_alone_moves_by_its_movement() -> None:
     """The movement is not multiplied by the rank's steps over the mean number of steps."""
 
     def train(number: int, collective: Any) -> list[float]:
-        rank = Rank(
-            number,
-            collective,
-            compression=TopKEF(**SMALL, values="float32"),
-            every="60s",
-            outer=Outer(mean="senders"),
-            inner=lambda params: torch.optim.SGD(params, lr=1.0),
-        )
-        now, count = [0.0], (9, 1, 1)[number]
-        rank.state.rounds._clock = lambda: now[0]
-        rank.optimizer.begin()
+        def gradient(p: Tensor) -> Tensor:
+            found = of_its_own(p, number)
+            found.view(-1)[number] = 1.0
+            return found
+
+        method = TopKEF(**SMALL, values="float32")
+        settings: dict[str, Any] = {"outer": Outer(mean="senders"), "inner": plain_sgd}
+        rank = Rank(number, collective, compression=method, every="60s", **settings)
         before = rank.snapshot()[0]
-        for step in range(count):
-            now[0] = 60.0 * (step + 1) / count
-            for p in rank.weights.values():
-                p.grad = of_its_own(p, number)
-                p.grad.view(-1)[number] = 1.0
-            rank.optimizer.step()
-        assert rank.optimizer.rounds == 1
+        rank.one_minute((9, 1, 1)[number], gradient)
         moved: list[float] = (before - rank.snapshot()[0]).view(-1)[:4].tolist()
         return moved
 
@@ -614,20 +595,12 @@ def test_an_element_of_a_fast_rank_alone_moves_by_its_movement() -> None:
 
 def test_a_movement_is_limited_by_the_median_of_the_last_round() -> None:
     def train(number: int, collective: Any) -> list[float]:
-        rank = Rank(
-            number,
-            collective,
-            compression=Dense(exchange="allgather"),
-            every=1,
-            clip=1.0,
-            inner=lambda params: torch.optim.SGD(params, lr=1.0),
-        )
+        settings: dict[str, Any] = {"every": 1, "clip": 1.0, "inner": plain_sgd}
+        rank = Rank(number, collective, compression=Dense(exchange="allgather"), **settings)
         moved = []
         for _ in range(2):
             before = rank.snapshot()
-            for p in rank.weights.values():
-                p.grad = torch.full_like(p, 100.0 if number == 2 else 1.0)
-            rank.optimizer.step()
+            rank.step(lambda p: torch.full_like(p, 100.0 if number == 2 else 1.0))
             moved.append((before[0] - rank.snapshot()[0]).mean().item())
         return moved
 
@@ -640,20 +613,11 @@ def test_delayed_fragments_keep_a_share_of_the_local_weights() -> None:
     """And ranks have equal weights after `synchronize()`, the fragments' exchanges included."""
 
     def train(number: int, collective: Any) -> Any:
-        rank = Rank(
-            number,
-            collective,
-            compression=Dense,
-            every=4,
-            delay=2,
-            alpha=0.25,
-            inner=lambda params: torch.optim.SGD(params, lr=1.0),
-        )
+        settings: dict[str, Any] = {"every": 4, "delay": 2, "alpha": 0.25, "inner": plain_sgd}
+        rank = Rank(number, collective, compression=Dense, **settings)
         first = rank.snapshot()
         for _ in range(6):
-            for p in rank.weights.values():
-                p.grad = torch.full_like(p, 1.0 + 2 * number)
-            rank.optimizer.step()
+            rank.step(lambda p: torch.full_like(p, 1.0 + 2 * number))
         mixed = [(a - b).mean().item() for a, b in zip(first, rank.snapshot(), strict=True)]
         rank.step()
         rank.optimizer.synchronize()
@@ -741,15 +705,9 @@ def test_parameters_of_other_dtypes(dtype: torch.dtype) -> None:
     """The anchor is wider than half precision: rounding it is no movement."""
 
     def train(number: int, collective: Any) -> list[Tensor]:
-        rank = Rank(
-            number,
-            collective,
-            compression=Dense,
-            dtype=dtype,
-            every=2,
-            inner=lambda params: torch.optim.SGD(params, lr=0.0),
-            outer=Outer(lr=1.0),
-        )
+        settings: dict[str, Any] = {"dtype": dtype, "every": 2, "outer": Outer(lr=1.0)}
+        settings["inner"] = lambda params: torch.optim.SGD(params, lr=0.0)
+        rank = Rank(number, collective, compression=Dense, **settings)
         anchors = [f.anchor(n).clone() for f in rank.state.rounds.fragments for n in f.names]
         for _ in range(4):
             rank.step()
@@ -940,10 +898,8 @@ def test_a_model_that_exchanges_gradients_is_warned_of() -> None:
 
 def test_a_loop_that_steps_the_inner_optimizer_is_refused() -> None:
     """Ranks would train apart, and nothing would say so."""
-    weights = nn.Parameter(torch.ones(40))
-    inner, named = torch.optim.SGD([weights], lr=0.1), [("weights", weights)]
-    LocalSteps(inner, named, collective=None)  # another one replaces it
-    optimizer = LocalSteps(inner, named, collective=None, every=2)
+    weights, inner = of_one_tensor()[:2]  # another one replaces it
+    optimizer = LocalSteps(inner, [("weights", weights)], collective=None, every=2)
     weights.grad = torch.ones(40)
     for _ in range(3):
         optimizer.step()
@@ -962,10 +918,8 @@ def test_a_loop_that_steps_the_inner_optimizer_is_refused() -> None:
 @pytest.mark.parametrize("stepped", [0, 1])
 def test_a_loop_without_a_name_for_local_steps_is_refused(stepped: int) -> None:
     """`LocalSteps(inner, ...)` alone on its line: it is deleted, and counts nothing."""
-    weights = nn.Parameter(torch.ones(40))
+    weights, inner, optimizer = of_one_tensor()
     weights.grad = torch.ones(40)
-    inner = torch.optim.SGD([weights], lr=0.1)
-    optimizer = LocalSteps(inner, [("weights", weights)], collective=None)
     for _ in range(stepped):
         inner.step()
     before = weights.clone()
@@ -1012,9 +966,7 @@ def _few_threads() -> Iterator[None]:
 
 def test_defaults_depend_on_what_is_sent() -> None:
     def made(compression: Any, **given: Any) -> LocalConfig:
-        weights = nn.Parameter(torch.ones(40))
-        inner, named = torch.optim.SGD([weights], lr=0.1), [("weights", weights)]
-        return LocalSteps(inner, named, collective=None, compression=compression, **given)._config
+        return of_one_tensor(compression=compression, **given)[2]._config
 
     for sparse in (None, TopKEF, TopKEF(ratio=0.1)):
         ours = LocalConfig(every=30, outer=Outer(mean="senders"), decay=0.8, alpha=0.5)

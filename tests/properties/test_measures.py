@@ -15,7 +15,7 @@ from oracle.world import SPECS, Gradients, World, gradients, same_bits
 
 from horovod_topk.core.control.schedule import Schedule as Levels
 from horovod_topk.core.plan.buckets import make_plan
-from horovod_topk.errors import ConfigError, StateDictError
+from horovod_topk.errors import ConfigError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import Method
 from horovod_topk.methods.topk import TopK
@@ -133,18 +133,8 @@ def test_a_user_comes_first_and_then_warm_up() -> None:
         ratios.append(job.ranks[0].ratio)
         job.step(gradients(2))
         if step == 3:
-            for rank in job.ranks:
-                rank.set_ratio(1.0)
+            job.set_ratio(1.0)
     assert ratios == [0.5, 0.1, 0.1, 0.25, 1.0]
-
-
-@pytest.mark.parametrize("decision", ["many", [0.25, "two"], [0.25, np.inf], [0.25] * 40])
-def test_what_is_no_decision_is_refused(decision: Any) -> None:
-    job = world(METHODS["allgather"], 2)
-    job.step(gradients(2))
-    state = job.ranks[0].state_dict()
-    with pytest.raises(StateDictError, match="a schedule decided"):
-        job.ranks[0].load_state_dict(state | {"decision": decision})
 
 
 def test_a_level_of_another_job_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from oracle.backends import NUMPY, Backend, each_backend
 from oracle.examples import examples
 from oracle.jobs import jobs, steps
-from oracle.world import Gradients, World, nodes_of_sizes, same_bits
+from oracle.world import Gradients, World, drawn, nodes_of_sizes, same_bits
 
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
 from horovod_topk.core.plan.nodes import Location, Nodes, nodes_of
@@ -25,6 +25,7 @@ from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.coding import index_bytes
 
 SIZES = {"conv": 9000, "bias": 70, "odd": 512 * 4 + 5}
+SPECS = [TensorSpec(name, (n,), "float32") for name, n in SIZES.items()]
 ALTERNATING = Nodes(((0, 2, 4), (1, 3)))
 CROSSED = Nodes(((0, 3), (1, 2)))
 NODES = [(2, 2), (3, 1), (1, 3), (4, 4), (2, 3, 3), (1, 1, 1), (3,), (1,), (2, 2, 2, 2)]
@@ -38,9 +39,8 @@ each_row = pytest.mark.parametrize(
 
 
 def plan_of(exchange: str, reduction: str = "average", **settings: Any) -> Plan:
-    specs = [TensorSpec(name, (n,), "float32") for name, n in SIZES.items()]
     given = {"ratio": 0.05, "min_numel": 100, "exchange": exchange, **settings}
-    return make_plan(specs, TopK(**given), reduction)
+    return make_plan(SPECS, TopK(**given), reduction)
 
 
 def sharded(ranks: int, backend: Backend = NUMPY, **settings: Any) -> World:
@@ -53,17 +53,6 @@ def hierarchical(
     """nodes: or the ranks on each."""
     nodes = nodes if isinstance(nodes, Nodes) else nodes_of_sizes(nodes)
     return World(plan_of("hierarchical", **settings), sum(nodes.sizes), backend, nodes=nodes)
-
-
-def some_gradients(random: np.random.Generator, ranks: int) -> list[Gradients]:
-    return [
-        {name: random.standard_normal(n).astype(np.float32) for name, n in SIZES.items()}
-        for _ in range(ranks)
-    ]
-
-
-def kept(world: World) -> list[Gradients]:
-    return [*world.residuals(), *world.owned()]
 
 
 def waiting(world: World) -> dict[str, NDArray[Any]]:
@@ -96,7 +85,7 @@ def test_applied_and_waiting_are_the_sum_of_all_means(
     world, random = World(plan, sum(nodes.sizes), backend, nodes=nodes), np.random.default_rng(0)
     applied, given_ = ({name: np.zeros(n) for name, n in SIZES.items()} for _ in range(2))
     for _ in range(4):
-        gradients = some_gradients(random, world.size)
+        gradients = drawn(SPECS, world.size, random)
         exchanged = world.step(gradients)
         assert same_bits(exchanged, [exchanged[0]] * world.size)
         for name in SIZES:
@@ -153,7 +142,7 @@ def test_every_element_has_one_owner(numel: int, parts: int, name: str) -> None:
 
 def test_the_state_of_other_ranks_and_nodes_is_refused() -> None:
     world, random = hierarchical((2, 2)), np.random.default_rng(0)
-    world.step(some_gradients(random, 4))
+    world.step(drawn(SPECS, 4, random))
     before = world.owned()
     here = r"this is rank 0 of 4 that own shards on nodes \[\[0, 1\], \[2, 3\]\]"
     others = [world.ranks[1], hierarchical((1, 3)).ranks[0]]
@@ -169,12 +158,14 @@ def test_the_state_of_other_ranks_and_nodes_is_refused() -> None:
 def test_fewer_tensors_keep_what_waits(exchange: str) -> None:
     """A parameter whose gradients became sparse leaves the plan."""
     world, random = World(plan_of(exchange), 3, NUMPY), np.random.default_rng(0)
-    world.step(some_gradients(random, 3))
-    before = kept(world)
+    world.step(drawn(SPECS, 3, random))
+    before = world.owed()
     for compressor in world.ranks:
         compressor.replan(world.plan.without("bias"))
     world.plan = world.plan.without("bias")
-    assert same_bits(kept(world), [{n: e for n, e in one.items() if n != "bias"} for one in before])
+    assert same_bits(
+        world.owed(), [{n: e for n, e in one.items() if n != "bias"} for one in before]
+    )
     norms = [compressor.norm_of("conv") > 0 for compressor in world.ranks]
     assert norms == [True, exchange == "sharded", True]  # the second rank owns nothing of its node
 
@@ -203,12 +194,11 @@ def test_a_damaged_payload_to_or_from_an_owner_names_the_rank(
     backend: Backend, direction: str
 ) -> None:
     world = sharded(3, backend)
-    gradients = some_gradients(np.random.default_rng(0), 3)
+    gradients = drawn(SPECS, 3, 0)
     world.launch(gradients)
     split = shard(world.plan.buckets[0], 3)
     if direction == "gather":
-        for compressor in world.ranks:
-            compressor.step.advance()
+        world.advance()
     posted = world.network._posted[(f"job.0.0.{direction}", 0)]
     # For rank 0 in a scatter: of rank 2's payloads the first.
     each = split.scatter[0] if direction == "scatter" else split.gather[2]
@@ -235,10 +225,9 @@ def test_a_damaged_payload_between_nodes_names_the_rank(
     backend: Backend, part: str, nodes: Nodes, lane: int, culprit: int
 ) -> None:
     world = hierarchical(nodes, backend)
-    gradients = some_gradients(np.random.default_rng(0), world.size)
+    gradients = drawn(SPECS, world.size, 0)
     world.launch(gradients)
-    for compressor in world.ranks:
-        compressor.step.advance()
+    world.advance()
     (conv, *_) = shard_sums(world.plan.buckets[0], nodes).sums[lane].tensors
     size = index_bytes("packed", conv.numel, conv.k)
     at, size = (0, 4) if part == "header" else (conv.index_at, size)
@@ -248,8 +237,7 @@ def test_a_damaged_payload_between_nodes_names_the_rank(
     backend.ops.assign(stretch, backend.array(np.full(size, 255), "uint8"))
     where = f"bucket 0, rank {culprit}: "
     message = {"header": f"{where}the bytes ffffffff", "indices": f"'conv': {where}its indices"}
-    for compressor in world.ranks:
-        compressor.step.advance()
+    world.advance()
     for rank in range(world.size):
         with pytest.raises(PayloadError, match=message[part]):
             world.ranks[rank].step.finish({0: world._of_bucket(rank, world.plan.buckets[0])})
@@ -278,26 +266,26 @@ def test_an_owner_that_refuses_a_payload_tells_the_others() -> None:
     """Only the owner reads what came for it: the others would wait for its part of the gather."""
     world = sharded(3)
     random = np.random.default_rng(0)
-    world.step(some_gradients(random, 3))
-    before = kept(world)
-    world.launch(some_gradients(random, 3))
+    world.step(drawn(SPECS, 3, random))
+    before = world.owed()
+    world.launch(drawn(SPECS, 3, random))
     posted = world.network._posted[("job.0.0.scatter", 1)]
     posted[2][0:4] = 0  # of rank 2's payload for rank 0 the magic
     with pytest.raises(PayloadError, match="bucket 0, rank 2: the bytes 00000000"):
         world.ranks[0].step.advance()
     assert_nothing_applied(world, [1, 2])
     world.ranks[0].abandon()
-    assert same_bits(kept(world), before)
-    world.step(some_gradients(random, 3))
+    assert same_bits(world.owed(), before)
+    world.step(drawn(SPECS, 3, random))
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (3,)], ids=str)
 def test_an_owner_that_refuses_a_sum_tells_the_others(sizes: tuple[int, ...]) -> None:
     """Only the ranks of a node see what is summed there: the others would wait."""
     world, random = hierarchical(sizes), np.random.default_rng(0)
-    world.step(some_gradients(random, world.size))
+    world.step(drawn(SPECS, world.size, random))
     before = world.owned()
-    world.launch(some_gradients(random, world.size))
+    world.launch(drawn(SPECS, world.size, random))
     node = world.nodes.ranks[-1]
     posted = world.network.groups[node]._posted["job.0.0.reduce", 1]
     whole, count = posted[1], posted[1].size
@@ -309,7 +297,7 @@ def test_an_owner_that_refuses_a_sum_tells_the_others(sizes: tuple[int, ...]) ->
     assert_nothing_applied(world, [rank for rank in range(world.size) if rank != node[0]])
     world.ranks[node[0]].abandon()
     assert same_bits(world.owned(), before)
-    exchanged = world.step(some_gradients(random, world.size))
+    exchanged = world.step(drawn(SPECS, world.size, random))
     assert same_bits(exchanged, [exchanged[0]] * world.size)
 
 
@@ -320,10 +308,10 @@ def test_an_owner_that_refuses_a_sum_tells_the_others(sizes: tuple[int, ...]) ->
 )
 def test_a_rank_that_abandons_a_step_does_not_hold_up_the_others(world: World) -> None:
     random = np.random.default_rng(0)
-    world.launch(some_gradients(random, world.size))
+    world.launch(drawn(SPECS, world.size, random))
     world.ranks[0].abandon()
     assert_nothing_applied(world, list(range(1, world.size)))
-    exchanged = world.step(some_gradients(random, world.size))
+    exchanged = world.step(drawn(SPECS, world.size, random))
     assert same_bits(exchanged, [exchanged[0]] * world.size)
     assert not np.isnan(exchanged[0]["conv"]).any()
 
@@ -332,12 +320,11 @@ def test_a_rank_that_abandons_a_step_does_not_hold_up_the_others(world: World) -
 def test_a_rank_that_owns_nothing_abandons_alone(turns: int) -> None:
     """It keeps nothing that could be lost, and what it sent counts."""
     world, random = hierarchical((1, 3)), np.random.default_rng(0)
-    gradients = some_gradients(random, 4)
+    gradients = drawn(SPECS, 4, random)
     expected = hierarchical((1, 3)).step(gradients)
     world.launch(gradients)
     for _ in range(turns):
-        for compressor in world.ranks:
-            compressor.step.advance()
+        world.advance()
     if turns == 0:
         world.ranks[3].abandon()
     for _ in range(2):

@@ -134,8 +134,7 @@ def test_dense_is_a_level_and_q_survives_it() -> None:
     assert np.array_equal(step(world, g, g), g)
     first = step(world, g, g)
     assert not np.allclose(first, g, atol=1e-3)
-    for rank in world.ranks:
-        rank.set_ratio(1.0)
+    world.set_ratio(1.0)
     q = factor(world)
     step(world, g, g)
     assert not world.residuals()[0]["w"].any()

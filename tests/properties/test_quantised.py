@@ -137,8 +137,8 @@ def test_what_is_left_out_is_sent_in_later_steps(method: Any) -> None:
     """The mean of the applied gradients approaches the gradient as 1 / steps."""
     specs, g = [TensorSpec("w", (20, 50), "float32")], values_of((20, 50), mean=0.2)
     world = World(make_plan(specs, method(min_numel=0)), 2, NUMPY)
-    sums = sum(world.step([{"w": g}] * 2)[0]["w"].astype(float) for _ in range(200))
-    assert abs(sums / 200 - g).max() < 0.15 * abs(g).max()
+    sums = sum(world.step([{"w": g}] * 2)[0]["w"].astype(float) for _ in range(100))
+    assert abs(sums / 100 - g).max() < 0.3 * abs(g).max()
 
 
 # QSGD.
@@ -177,7 +177,7 @@ def test_qsgd_is_what_the_paper_says(settings: dict[str, Any]) -> None:
 def test_the_mean_over_draws_is_the_gradient_and_the_variance_within_its_bound(
     settings: dict[str, Any],
 ) -> None:
-    method, values, draws = QSGD(**settings), values_of(seed=5), 1500
+    method, values, draws = QSGD(**settings), values_of(seed=5), 500
     seen = np.stack([coded(method, values, i) for i in range(draws)]).astype(float)
     step = np.abs(np.diff(np.unique(np.abs(seen)))).max()
     error = seen.std(0) / math.sqrt(draws)  # 0 where the rarer of two levels was never drawn
@@ -317,7 +317,6 @@ def test_dense_is_a_level_of_signs(majority: bool) -> None:
     world.step([{"w": g}] * 2)
     left = world.residuals()[0]["w"]
     assert left.any() != majority
-    for rank in world.ranks:
-        rank.set_ratio(1.0)
+    world.set_ratio(1.0)
     np.testing.assert_allclose(world.step([{"w": g}] * 2)[0]["w"], g + left, rtol=1e-6)
     assert not world.residuals()[0]["w"].any()

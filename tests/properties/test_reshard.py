@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle.backends import NUMPY, Backend
-from oracle.world import World, nodes_of_sizes
+from oracle.world import World, drawn, nodes_of_sizes
 
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.state.reshard import pending, share_out
@@ -32,9 +32,7 @@ def job(backend: Backend, exchange: str, ranks: int, reduction: str, steps: int)
     world = World(plan, ranks, backend, nodes=nodes_of_sizes(SIZES[ranks]))
     noise = np.random.default_rng(ranks)
     for _ in range(steps):
-        world.step(
-            [{s.name: noise.normal(size=s.shape).astype("f4") for s in SPECS} for _ in range(ranks)]
-        )
+        world.step(drawn(SPECS, ranks, noise))
     return world
 
 

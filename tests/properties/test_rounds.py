@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend, each_of
 from oracle.two_rounds import COLUMNS, TwoRounds
-from oracle.world import Gradients, World, same_bits
+from oracle.world import Gradients, World, drawn, same_bits
 
 from horovod_topk.core.exchange.reduce import round_plans
 from horovod_topk.core.plan.buckets import Plan, TensorSpec, make_plan
@@ -53,11 +52,7 @@ def plan_of(method: Rounds | None = None, **shapes: tuple[int, ...]) -> Plan:
 
 
 def gradients_of(seed: int, plan: Plan) -> list[Gradients]:
-    random = np.random.default_rng(seed)
-    return [
-        {t.spec.name: random.standard_normal(t.spec.shape).astype("f4") for t in plan.tensors()}
-        for _ in range(RANKS)
-    ]
+    return drawn([tensor.spec for tensor in plan.tensors()], RANKS, seed)
 
 
 def started(method: Rounds | None = None, backend: Backend = NUMPY) -> World:
@@ -65,20 +60,6 @@ def started(method: Rounds | None = None, backend: Backend = NUMPY) -> World:
     world = World(plan_of(method), RANKS, backend)
     world.step(gradients_of(0, world.plan))
     return world
-
-
-def finish(world: World, *ranks: int) -> list[NDArray[Any]]:
-    """What some ranks have in the end of a step, in lock-step; then they end it."""
-    for _ in range(world.ranks[0].step.stages):
-        for rank in ranks:
-            world.ranks[rank].step.advance()
-    applied = []
-    for rank in ranks:
-        arrays = world._of_bucket(rank, world.plan.buckets[0])
-        world.ranks[rank].step.finish({0: arrays})
-        world.ranks[rank].rollback()
-        applied += [world.backend.numpy(array) for array in arrays]
-    return applied
 
 
 def assert_goes_on(world: World, before: list[Any], rolled_back: list[int]) -> None:
@@ -138,8 +119,7 @@ def test_rounds_of_buckets_are_under_way_together() -> None:
     """A round of each bucket is sent before any is waited for: latencies do not add up."""
     specs = [TensorSpec("a", (90, 8), "float32"), TensorSpec("b", (90, 8), "float64")]
     world = World(make_plan(specs, TwoRounds()), RANKS, NUMPY)
-    random = np.random.default_rng(0)
-    world.step([{s.name: random.standard_normal(s.shape).astype(s.dtype) for s in specs}] * RANKS)
+    world.step(drawn(specs, RANKS, 0))
     sent = [name.removeprefix("job.0.") for name, _ in world.payloads(0)]
     assert sent == [
         f"{b}.{i}.{direction}" for i in (0, 1) for direction in ("scatter", "gather") for b in "01"
@@ -164,10 +144,9 @@ def test_a_rank_that_abandons_a_step_ends_it_for_all(
         before = world.kept()
         world.launch(gradients_of(1, world.plan))
         for _ in range(before_it):
-            for compressor in world.ranks:
-                compressor.step.advance()
+            world.advance()
         world.ranks[1].abandon()
-        applied = finish(world, 0, 2)
+        applied = world.end([0, 2])
         if before_it < stages:
             assert all(np.isnan(g).all() for g in applied)
         else:  # all that the others need has been sent
@@ -183,7 +162,7 @@ def test_two_ranks_that_abandon_a_step() -> None:
     for compressor in world.ranks[:2]:
         compressor.step.advance()
     world.ranks[0].abandon()
-    assert all(np.isnan(g).all() for g in finish(world, 1))
+    assert all(np.isnan(g).all() for g in world.end([1]))
     for compressor in world.ranks:
         assert not compressor.step.sent
     for saved, compressor in zip(started().ranks, world.ranks, strict=True):
@@ -198,14 +177,13 @@ def test_an_owner_that_refuses_a_payload_tells_the_others(method: Rounds, i: int
     before = world.kept()
     world.launch(gradients_of(1, world.plan))
     for _ in range(2 * i):
-        for compressor in world.ranks:
-            compressor.step.advance()
+        world.advance()
     damage(world, f"job.0.0.{i}.scatter", of=2)
     with pytest.raises(PayloadError, match="bucket 0, rank 2: the bytes 00000000"):
         world.ranks[0].step.advance()
     for compressor in world.ranks[1:]:
         compressor.step.advance()
-    assert all(np.isnan(g).all() for g in finish(world, 1, 2))
+    assert all(np.isnan(g).all() for g in world.end([1, 2]))
     world.ranks[0].abandon()
     assert_goes_on(world, before, [0, 1, 1])
 
@@ -216,8 +194,7 @@ def test_sums_that_no_rank_can_read_are_refused_by_all(i: int) -> None:
     before = world.kept()
     world.launch(gradients_of(1, world.plan))
     for _ in range(2 * i + 1):
-        for compressor in world.ranks:
-            compressor.step.advance()
+        world.advance()
     damage(world, f"job.0.0.{i}.gather", of=2)
     for rank, compressor in enumerate(world.ranks):
         with pytest.raises(PayloadError, match="bucket 0, rank 2: the bytes 00000000"):
@@ -232,15 +209,14 @@ def test_a_rank_that_cannot_read_the_sums_of_a_round_ends_the_step_for_all() -> 
     world = started()
     before = world.kept()
     world.launch(gradients_of(1, world.plan))
-    for compressor in world.ranks:
-        compressor.step.advance()
+    world.advance()
     for compressor in world.ranks[1:]:
         compressor.step.advance()
     damage(world, "job.0.0.0.gather", of=2)
     with pytest.raises(PayloadError, match="bucket 0, rank 2: the bytes 00000000"):
         world.ranks[0].step.advance()
     world.ranks[0].abandon()
-    assert all(np.isnan(g).all() for g in finish(world, 1, 2))
+    assert all(np.isnan(g).all() for g in world.end([1, 2]))
     assert_goes_on(world, before, [0, 1, 1])
 
 

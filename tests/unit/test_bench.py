@@ -113,9 +113,6 @@ def test_compressors_of_ddp() -> None:
 def test_settings_get_their_types() -> None:
     settings = method_of("topk:min_numel=0,clip_norm=0.5,exchange=auto").settings
     assert settings == {"min_numel": 0, "clip_norm": 0.5, "exchange": "auto"}
-
-
-def test_settings_of_momentum_correction_and_clipping() -> None:
     found = method_of("topk:momentum=0.9,clip_norm=1")
     assert found.settings == {"momentum": 0.9, "clip_norm": 1.0}
     assert found.own_momentum == 0
@@ -148,6 +145,8 @@ def test_any_compressor_is_written_as_in_python() -> None:
     ]
     assert [each.what for each in found] == ["PowerSGD", "TopKEF", "OneBit", "TopKEF"]
     assert [each.own_momentum for each in found] == [0, 0.9, 0, 0.9]
+    (own,) = parse_methods("TopKEF(ratio={'head.*': 'dense', 'emb*': 0.5},values='int8')")
+    assert own.settings == {"ratio": {"head.*": "dense", "emb*": 0.5}, "values": "int8"}
     made = compressor(found[0]).config
     assert (made.rank, made.min_numel) == (2, 0)
 
@@ -333,16 +332,12 @@ def test_fsdp2_needs_nodes_of_equally_many_ranks() -> None:
     run.check_nodes(parse_methods("ddp"), ONE)
 
 
-def test_one_host_has_no_bytes() -> None:
+def test_one_host_has_no_bytes_nor_have_hosts_whose_card_nobody_names() -> None:
     text = table(result(method("none", 0.1), method("dense", 0.2)) | {"counter": None, "hosts": 1})
     assert text.startswith("resnet18: 1,000,000 float32 in 3 tensors, 4 ranks on 1 host, 1 Gbit/s")
     assert "ranks share one host" in text
-
-
-def test_hosts_whose_card_nobody_names_have_no_bytes() -> None:
     text = table(result(method("none", 0.1), method("dense", 0.2)) | {"counter": None})
-    assert "share one host" not in text
-    assert "pass it as --interface eth0" in text
+    assert "share one host" not in text and "pass it as --interface eth0" in text
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle.backends import NUMPY
-from oracle.world import Gradients, World
+from oracle.world import Gradients, World, drawn
 
 from horovod_topk.core.exchange import meeting
 from horovod_topk.core.plan import facts
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
 from horovod_topk.core.plan.payload import facts_within, wrong_length
 from horovod_topk.core.run.runner import StepRunner
-from horovod_topk.errors import (
-    ConfigError,
-    MissingRanksError,
-    PayloadError,
-    PlanMismatchError,
-)
+from horovod_topk.errors import ConfigError, MissingRanksError, PayloadError, PlanMismatchError
 from horovod_topk.methods.powersgd import PowerSGD
 from horovod_topk.methods.topk import TopK
 from horovod_topk.updates.tracker import SGD
@@ -34,11 +29,7 @@ STATES = (
 
 
 def gradients(step: int) -> list[Gradients]:
-    random = np.random.default_rng(step)
-    return [
-        {s.name: random.standard_normal(s.shape).astype(np.float32) for s in SPECS}
-        for _ in range(RANKS)
-    ]
+    return drawn(SPECS, RANKS, step)
 
 
 def refusals(world: World, step: int) -> list[str]:
@@ -66,10 +57,6 @@ def refusals(world: World, step: int) -> list[str]:
     return found
 
 
-def load_earlier(rank: StepRunner[Any], saved: dict[str, Any]) -> None:
-    rank.load_state_dict(saved)
-
-
 def load_other_arrivals(rank: StepRunner[Any], saved: dict[str, Any]) -> None:
     state = rank.state_dict()
     arrivals = state["state.arrivals"]["residuals"]
@@ -87,7 +74,7 @@ LEVEL = "the ratio of this step: that of the settings on {others}, 1 level above
 ACTS: dict[str, tuple[Callable[[StepRunner[Any], dict[str, Any]], None], str]] = {
     "set_ratio": (lambda rank, _: rank.set_ratio(1.0), LEVEL),
     "probe": (lambda rank, _: rank.probe_every(5), PARTED),
-    "load": (load_earlier, STEPS),
+    "load": (lambda rank, saved: rank.load_state_dict(saved), STEPS),
     "other arrivals": (load_other_arrivals, PARTED),
     "reset": (lambda rank, _: rank.reset(), PARTED),
     "no step": (skip_a_step, STEPS),

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle.backends import TORCH
+from oracle.backends import NATIVE
 from oracle.checkpoints import ranks, resigned, save
-from oracle.world import World
+from oracle.world import World, drawn
 from safetensors.torch import save as safetensors
 
 from horovod_topk import checkpoint
@@ -43,11 +43,9 @@ SEEDS = range(4)
 
 def world(setting: str, size: int, steps: int) -> World:
     config = TopK(ratio=0.1, min_numel=0, **SETTINGS[setting][1])
-    job, noise = World(make_plan(SPECS, config), size, TORCH), np.random.default_rng(steps)
+    job, noise = World(make_plan(SPECS, config), size, NATIVE), np.random.default_rng(steps)
     for _ in range(steps):
-        job.step(
-            [{s.name: noise.normal(size=s.shape).astype("f4") for s in SPECS} for _ in range(size)]
-        )
+        job.step(drawn(SPECS, size, noise))
     return job
 
 

@@ -315,17 +315,6 @@ def test_each_parameter_has_the_rate_of_its_group() -> None:
     assert rates.units == {"a": 0.1, "b": 0.5, "c": 1.0}
 
 
-def test_a_scheduler_is_heard_of() -> None:
-    optimizer = optimizer_of(a=0.5, b=0.25)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=2.0)
-    rates = rates_of(optimizer)
-    rates.rescalings(0)
-    for step in range(1, 4):
-        optimizer.step()
-        scheduler.step()
-        assert rates.rescalings(step) == {"a": 0.5, "b": 0.5}
-
-
 def test_units_rise_at_once_and_fall_by_a_twentieth_at_most() -> None:
     optimizer = optimizer_of(a=0.0)
     rates, factor, unit = rates_of(optimizer), 1.0, 0.0

@@ -16,7 +16,6 @@ from horovod_topk.config import AUTO, fields_of
 from horovod_topk.core.run.substitute import parse
 from horovod_topk.methods.topk import TopK
 from horovod_topk.torch_training import optimizer_settings as settings
-from horovod_topk.torch_training import own_steps
 from horovod_topk.torch_training.own_steps import OwnStep, OwnSteps, compare_sign
 from horovod_topk.updates import formulas, tracker
 from horovod_topk.updates.formulas import NUMBERS
@@ -261,14 +260,6 @@ def test_a_narrow_parameter_leaves_the_others_adapted(make: Any) -> None:
         assert p.dtype == torch.bfloat16
         assert (p.float() - other).norm() < 0.02 * other.norm()
         assert not p.equal(model_of(torch.bfloat16)[0].weight)
-
-
-def test_rule_by_optimizer() -> None:
-    for name, make in OPTIMIZERS.items():
-        optimizer = make(model_of().parameters())
-        assert settings._rule_of(optimizer) == tracker.OWN, name
-    assert settings._rule_of(optim.AdamW(model_of().parameters())) == tracker.ADAM
-    assert own_steps.updates_of(tracker.ADAM, None, {}, None).__class__.__name__ == "Updates"  # type: ignore[arg-type]
 
 
 class Linear(optim.Optimizer):

@@ -29,6 +29,11 @@ bytes --ratio inf => ratio=inf
 bytes --gather-ratio 0 => lies outside (0, 1]
 bytes --min-numel -1 => min_numel=-1
 bytes --ratios *=nan => nan
+bytes --ratios head => --ratios head: write PATTERN=RATIO, as in 'head.*=dense' or '*=0.1'
+bytes --ratios =0.5 => --ratios =0.5: write PATTERN=RATIO
+plan --ratios 0=half => --ratios 0=half: write PATTERN=RATIO
+plan --ratios 0=2 => ratio['0']=2.0 lies outside (0, 1]
+plan --ratios fc=0.5 => ratio: the pattern 'fc' matches none of 161 tensors
 bytes --compressor Zip => there is no compressor 'Zip'
 bytes --compressor QSGD(bits=1) => bits=1
 bytes --compressor none => --compressor none: the table has it, as allreduce
@@ -137,10 +142,7 @@ def refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())
 def test_what_is_refused(
-    line: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in reporting.RANKS:
         monkeypatch.delenv(name, raising=False)

@@ -55,6 +55,10 @@ VERSIONS = {
     "cmake": "4.1.0",
 }
 CUDA_VERSIONS = VERSIONS | {"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.29.7"}
+INSTALLED_FROM = (
+    *("pyproject.toml", "hatch_build.py", "scripts/setup_env.py", "scripts/setup/horovod.patch"),
+    *("horovod_topk/kernels/compile.py", "horovod_topk/kernels/cpu/bucket.cpp"),
+)
 GPU = Gpu(Path("/cuda"), nvcc="13.0.88", nccl=Path("/nccl"), nccl_version="2.29.7")
 
 # What pip prints without a network, shortened.
@@ -73,14 +77,9 @@ def runner(tmp_path):
 
 @pytest.fixture
 def environment(tmp_path):
-    (tmp_path / "scripts" / "setup").mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text("[project]")
-    (tmp_path / "scripts" / "setup_env.py").write_text("")
-    (tmp_path / "scripts" / "setup" / "horovod.patch").write_text("")
-    (tmp_path / "hatch_build.py").write_text("")
-    (tmp_path / "horovod_topk" / "kernels" / "cpu").mkdir(parents=True)
-    (tmp_path / "horovod_topk" / "kernels" / "compile.py").write_text("")
-    (tmp_path / "horovod_topk" / "kernels" / "cpu" / "bucket.cpp").write_text("")
+    for file in INSTALLED_FROM:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("")
     made = Environment(tmp_path)
     made.python.parent.mkdir(parents=True)
     made.python.symlink_to(sys.executable)
@@ -120,11 +119,12 @@ def stand_in_nccl(packages: Path) -> Path:
     return folder
 
 
-def one_line(error) -> str:
-    """The error's message, after checking that it is one line."""
+def refused(call, *arguments) -> str:
+    """The message with which a call is refused, after checking that it is one line."""
+    with pytest.raises((SetupError, SystemExit)) as error:
+        call(*arguments)
     text = str(error.value)
-    assert text
-    assert "\n" not in text
+    assert text and "\n" not in text
     return text
 
 
@@ -237,10 +237,8 @@ class TestHorovodBuild:
     def test_a_patch_refuses_other_sources(self, runner, sources, text):
         patch, file = sources
         file.unlink() if text is None else file.write_text(text)
-        with pytest.raises(SetupError) as error:
-            horovod.apply_patch(patch, file.parent, runner)
-        said = "x.patch does not apply to Horovod's sources: 1 out of 1 hunk"
-        assert one_line(error).startswith(said)
+        said = refused(horovod.apply_patch, patch, file.parent, runner)
+        assert said.startswith("x.patch does not apply to Horovod's sources: 1 out of 1 hunk")
 
     def test_the_users_variables_do_not_steer_it(self, monkeypatch):
         monkeypatch.setattr(machine, "jobs", lambda env: 3)
@@ -425,21 +423,18 @@ class TestOperations:
 
 class TestMachine:
     def test_no_compiler_and_one_without_cxx17(self, tmp_path):
-        with pytest.raises(SetupError) as error:
-            machine.find_compiler({"PATH": str(tmp_path)})
-        assert one_line(error).startswith("no C++ compiler (looked for c++, g++, clang++)")
+        said = refused(machine.find_compiler, {"PATH": str(tmp_path)})
+        assert said.startswith("no C++ compiler (looked for c++, g++, clang++)")
         old = script(tmp_path / "c++", "exit 1")
-        with pytest.raises(SetupError) as error:
-            machine.find_compiler({"PATH": os.environ["PATH"], "CXX": str(old)})
-        assert one_line(error).startswith(f"{old} cannot compile and link C++17")
+        said = refused(machine.find_compiler, {"PATH": os.environ["PATH"], "CXX": str(old)})
+        assert said.startswith(f"{old} cannot compile and link C++17")
 
     @pytest.mark.parametrize(("there", "program"), [("patch", "make"), ("make", "patch")])
     def test_a_missing_program(self, tmp_path, monkeypatch, there, program):
         script(tmp_path / there, "")
         monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(SetupError) as error:
-            machine.check_programs()
-        assert one_line(error) == f"{program} is missing: install it (package {program})"
+        said = refused(machine.check_programs)
+        assert said == f"{program} is missing: install it (package {program})"
 
     @pytest.mark.parametrize("module", ["venv", "ensurepip", None])
     def test_a_missing_part_of_python(self, monkeypatch, tmp_path, module):
@@ -453,9 +448,8 @@ class TestMachine:
         monkeypatch.setattr(machine.shutil, "disk_usage", lambda place: usage)
         one, other = tmp_path / "not" / "there" / "yet", tmp_path  # on one disk: the sum counts
         machine.check_disk([(one, 3 * machine.GB), (other, 2 * machine.GB)])
-        with pytest.raises(SetupError) as error:
-            machine.check_disk([(one, 3 * machine.GB), (other, 3 * machine.GB)])
-        assert "5.0 GB free, 6.0 GB are needed" in one_line(error)
+        said = refused(machine.check_disk, [(one, 3 * machine.GB), (other, 3 * machine.GB)])
+        assert "5.0 GB free, 6.0 GB are needed" in said
 
     def test_jobs_are_bounded_by_cores_memory_and_the_user(self, monkeypatch):
         monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)))
@@ -468,9 +462,8 @@ class TestMachine:
     def test_wrong_python(self, monkeypatch):
         assert setup_env.python_problem((3, 11), "linux") is None
         monkeypatch.setattr(setup_env.sys, "version_info", (3, 12, 1))
-        with pytest.raises(SystemExit) as error:
-            setup_env.main()
-        assert one_line(error).startswith("setup: Python 3.11 is needed and this is 3.12; name one")
+        said = refused(setup_env.main)
+        assert said.startswith("setup: Python 3.11 is needed and this is 3.12; name one")
         assert "Linux" in setup_env.python_problem((3, 11), "darwin")
 
     def test_old_pythons_can_parse_the_entry_to_say_so(self):
@@ -484,9 +477,7 @@ class TestFailures:
     def test_the_registry_cannot_be_reached(self, runner, environment):
         environment.python.unlink()
         script(environment.python, f"cat <<'END'\n{UNREACHABLE}\nEND\nexit 1")
-        with pytest.raises(SetupError) as error:
-            provision.pip_install(environment, runner, "torch==2.13.0")
-        message = one_line(error)
+        message = refused(provision.pip_install, environment, runner, "torch==2.13.0")
         assert message.startswith("pip install failed: the package registry cannot be reached: ")
         assert message.endswith(f"(log: {runner.log})")
 
@@ -560,15 +551,7 @@ class TestState:
         environment.finish()
         assert environment.is_current()
 
-    @pytest.mark.parametrize(
-        "file",
-        [
-            "pyproject.toml",
-            "scripts/setup_env.py",
-            "scripts/setup/horovod.patch",
-            "horovod_topk/kernels/cpu/bucket.cpp",
-        ],
-    )
+    @pytest.mark.parametrize("file", INSTALLED_FROM)
     def test_a_changed_input_is_installed_in_place(self, environment, file):
         environment.finish()
         (environment.root / file).write_text("changed")

@@ -7,19 +7,8 @@ from typing import Any
 
 import pytest
 
-from horovod_topk.errors import ConfigError
-
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow")
-
-
-def test_a_tape_refuses_to() -> None:
-    import horovod.tensorflow as hvd
-
-    from horovod_topk.tensorflow import TopKEF
-
-    with pytest.raises(ConfigError, match=r"gradient tape.*give it to the DistributedOptimizer"):
-        hvd.DistributedGradientTape(tf.GradientTape(), compression=TopKEF(follow_lr=True))
 
 
 def schedules(library: Any) -> Any:

@@ -93,12 +93,8 @@ def test_the_demos_table_fits() -> None:
     pytest.importorskip("matplotlib")
     import demo
 
-    run = {
-        "history": {"accuracy": [0.5, 0.98]},
-        "sent_bytes": 1_135_144,
-        "dense_bytes": 1_135_144,
-        "seconds_per_step": 0.024,
-    }
+    sizes = dict.fromkeys(("sent_bytes", "dense_bytes"), 1_135_144)
+    run = {"history": {"accuracy": [0.5, 0.98]}, "seconds_per_step": 0.024, **sizes}
     for launch in (demo.HOROVOD, demo.DDP):
         table = "\n".join(aligned([demo.COLUMNS, demo.row("TopKEF", run, launch)]))
         assert not too_wide(f"{table}\n{demo.NOTE.format(launch.last.format(demo.LINK))}")

@@ -113,7 +113,16 @@ def gradient_of(step: int) -> Any:
     return (random.normal(size=SHAPE) * (random.random(SHAPE) < 0.4)).astype("f4")
 
 
-@pytest.mark.parametrize("by", ["kernel", "operations"])
+@pytest.fixture(params=["kernel", "operations"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes the updates."""
+    if request.param == "operations":
+        monkeypatch.setattr(kernels, "find_operations", lambda: None)
+    elif kernels.find_operations() is None:
+        pytest.skip("the kernels are not compiled")
+
+
+@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize(
     ("library", "case"),
     [
@@ -121,13 +130,7 @@ def gradient_of(step: int) -> Any:
         *[("tf-keras", "nesterov"), ("tf-keras", "Adam"), ("legacy", "SGD"), ("legacy", "amsgrad")],
     ],
 )
-def test_updates_are_those_of_the_formulas(
-    library: str, case: str, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if by == "operations":
-        monkeypatch.setattr(kernels, "find_operations", lambda: None)
-    elif kernels.find_operations() is None:
-        pytest.skip("the kernels are not compiled")
+def test_updates_are_those_of_the_formulas(library: str, case: str) -> None:
     kind, settings = CASES[case]
     optimizer, variable, state = prepared(library, kind, settings)
     reference = Reference(variable.numpy(), kind, settings)
@@ -143,14 +146,8 @@ def test_updates_are_those_of_the_formulas(
     assert int(optimizer.iterations) == STEPS
 
 
-@pytest.mark.parametrize("by", ["kernel", "operations"])
-def test_a_weight_that_is_nan_leaves_others_the_largest_limit(
-    by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if by == "operations":
-        monkeypatch.setattr(kernels, "find_operations", lambda: None)
-    elif kernels.find_operations() is None:
-        pytest.skip("the kernels are not compiled")
+@pytest.mark.usefixtures("by")
+def test_a_weight_that_is_nan_leaves_others_the_largest_limit() -> None:
     optimizer, variable, state = prepared("Keras 3", *CASES["Adam"])
     reference = Reference(variable.numpy(), *CASES["Adam"])
     for step in range(2):
@@ -165,12 +162,8 @@ def test_a_weight_that_is_nan_leaves_others_the_largest_limit(
     assert state.codes.any() and np.abs(reference.p[1]).max() > 0.5 * FREE * LR
 
 
-@pytest.mark.parametrize("by", ["kernel", "operations"])
-def test_codes_stay_in_a_step_that_is_not_committed_and_are_full_where_all_is_sent(
-    by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if by == "operations":
-        monkeypatch.setattr(kernels, "find_operations", lambda: None)
+@pytest.mark.usefixtures("by")
+def test_codes_stay_in_a_step_that_is_not_committed_and_are_full_where_all_is_sent() -> None:
     optimizer, variable, state = prepared("Keras 3", *CASES["SGD"])
     optimizer.apply_gradients([(tf.constant(gradient_of(0)), variable)])
     before, state.does = state.codes, kernels.Codes.STAY
@@ -185,12 +178,8 @@ def test_codes_stay_in_a_step_that_is_not_committed_and_are_full_where_all_is_se
     np.testing.assert_allclose(variable.numpy()[arrives], expected[arrives], 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("by", ["kernel", "operations"])
-def test_a_momentum_of_dense_steps_is_not_applied_at_once(
-    by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if by == "operations":
-        monkeypatch.setattr(kernels, "find_operations", lambda: None)
+@pytest.mark.usefixtures("by")
+def test_a_momentum_of_dense_steps_is_not_applied_at_once() -> None:
     optimizer, variable, state = prepared("Keras 3", *CASES["SGD"])
     optimizer.build([variable])
     optimizer.momentums[0].assign(np.ones(SHAPE, "f4"))

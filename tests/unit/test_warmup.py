@@ -11,9 +11,8 @@ from oracle.world import World
 
 from horovod_topk.core.control.schedule import Schedule
 from horovod_topk.core.plan.buckets import TensorSpec, make_plan
-from horovod_topk.core.run.base_compressor import BaseCompressor
 from horovod_topk.core.run.runner import StepRunner
-from horovod_topk.errors import ConfigError, StateDictError
+from horovod_topk.errors import ConfigError
 from horovod_topk.methods.topk import TopK
 
 
@@ -43,44 +42,16 @@ def test_the_ratio_of_each_step(warmup: Any, ratio: float, expected: list[float]
     assert {1.0, ratio} <= set(schedule.levels)
 
 
-class Passed(BaseCompressor, method=TopK):
-    """The `TopKEF` of no framework."""
-
-    @staticmethod
-    def _check_scaler(scaler: object) -> None:
-        pass
-
-    def _living_states(self) -> list[Any]:
-        return []
-
-
-def test_pairs_may_be_lists() -> None:
-    assert Passed(warmup=[[10, 0.5]]).config.warmup == ((10, 0.5),)
-
-
-@pytest.mark.parametrize("settings", [TopK, Passed])
 @pytest.mark.parametrize(
     "warmup",
     [
-        0,
-        -5,
-        True,
-        1000.0,
-        "1000",
-        (),
-        [(0, 0.5)],
-        [(2, 0.5), (2, 0.1)],
-        [(2, 0.5), (1, 0.1)],
-        [(1.5, 0.5)],
-        [(1, 0.5, 2)],
-        [5],
-        [True],
-        {"a": 1},
+        *(0, -5, True, 1000.0, "1000", (), [5], [True], {"a": 1}),
+        *([(0, 0.5)], [(2, 0.5), (2, 0.1)], [(2, 0.5), (1, 0.1)], [(1.5, 0.5)], [(1, 0.5, 2)]),
     ],
 )
-def test_what_is_no_warm_up(warmup: Any, settings: Any) -> None:
+def test_what_is_no_warm_up(warmup: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        settings(warmup=warmup)
+        TopK(warmup=warmup)
     assert str(caught.value).startswith(f"warmup={warmup!r} is neither a number of steps nor")
     assert "such as warmup=1000" in str(caught.value)
 
@@ -147,14 +118,6 @@ def test_plans_differ_where_warm_up_does() -> None:
     one = compressor(warmup=5)
     one.launch(0, [np.ones(50, np.float32)])
     assert one.plan.digest not in digests
-
-
-@pytest.mark.parametrize("committed", [-1, 2.0, "3", True, None])
-def test_counts_of_steps_that_are_none_are_refused(committed: Any) -> None:
-    one = compressor(warmup=5)
-    with pytest.raises(StateDictError, match="steps were committed, which is no whole number"):
-        one.load_state_dict(one.state_dict() | {"committed": committed})
-    assert one.ratio == 0.25
 
 
 def test_a_state_from_before_warm_up_keeps_the_count() -> None:

@@ -53,7 +53,7 @@ def wait_for_dropped(unwanted: list[Pending[Any]]) -> None:
 
 
 class Collective(Protocol[Array]):
-    """A communicator: Horovod's, mpi4py's, or a test's."""
+    """A communicator: Horovod's, torch's, or a test's."""
 
     @property
     def rank(self) -> int:
