@@ -47,6 +47,13 @@ def scale_bytes(kind: int) -> int:
 
 
 @triton.jit
+def blocks_of(own: tl.tuple) -> tensor:
+    """Return the number of a tensor's blocks. own: its elements, at least one, and a block's."""
+    numel, block = own
+    return (numel - 1) // block + 1
+
+
+@triton.jit
 def float_at(section: tensor, at: tensor, mask: tensor) -> tensor:
     """Load float32 numbers `at`, which may begin at any byte; 0 where not `mask`."""
     first = section + at.to(tl.int64) * 4
@@ -79,8 +86,7 @@ def decoded(
     KIND: constexpr, BITS: constexpr,
 ) -> tensor:  # fmt: skip
     """Return the float32 numbers that codes of elements `at` stand for. own: (elements, block)."""
-    numel, block = own
-    blocks, row = (numel + block - 1) // block, at // block
+    blocks, row = blocks_of(own), at // own[1]
     if KIND == MINMAX:
         low, step = float_at(section, row, mask), float_at(section + blocks * 4, row, mask)
         value = (low + step * code.to(tl.float32)) * 2.0
@@ -99,11 +105,10 @@ def coded_at(
     section: tensor, own: tl.tuple, at: tensor, mask: tensor, KIND: constexpr, BITS: constexpr
 ) -> tensor:
     """Load elements `at` of a tensor as float32. own: its elements, and those of a block or 0."""
-    numel, block = own
-    if block == 0:
+    if own[1] == 0:
         value = float_at(section, at, mask)
     else:
-        body = section + (numel + block - 1) // block * scale_bytes(KIND)
+        body = section + blocks_of(own) * scale_bytes(KIND)
         if KIND == TERNARY:
             code = digit_at(body, at, mask)
         else:
@@ -170,8 +175,7 @@ def put_ranges(
     section: tensor, elements: tensor, row: tensor, own: tl.tuple, ROWS: constexpr, WIDTH: constexpr
 ) -> None:
     """Write ByteGrad's halved lows and steps of blocks."""
-    numel, block = own
-    blocks = (numel + block - 1) // block
+    blocks, block = blocks_of(own), own[1]
     low, high = tl.full([ROWS], 0x7FFFFFFF, tl.int32), tl.full([ROWS], -0x80000000, tl.int32)
     for at in range(0, block, WIDTH):
         values, there = some_of(elements, row, own, at, WIDTH)
@@ -190,8 +194,7 @@ def put_means(
     ROWS: constexpr, WIDTH: constexpr, TILES: constexpr,
 ) -> None:  # fmt: skip
     """Write OneBit's means of both signs of blocks, as bfloat16."""
-    numel, block = own
-    blocks = (numel + block - 1) // block
+    blocks, numel, block = blocks_of(own), own[0], own[1]
     above, below = tl.zeros([ROWS, TILES], tl.float64), tl.zeros([ROWS, TILES], tl.float64)
     minus = tl.zeros([ROWS], tl.int32)
     for at in range(0, block, WIDTH):
@@ -218,7 +221,7 @@ def put_steps(
     KIND: constexpr, BITS: constexpr, ROWS: constexpr, WIDTH: constexpr, TILES: constexpr,
 ) -> None:  # fmt: skip
     """Write QSGD's steps of blocks, as bfloat16."""
-    numel, block = own
+    block = own[1]
     largest, sums = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, TILES], tl.float64)
     for at in range(0, block, WIDTH):
         values, _ = some_of(elements, row, own, at, WIDTH)
@@ -230,7 +233,7 @@ def put_steps(
     if KIND == L2:
         largest = tl.minimum(tl.sqrt(paired(sums, ROWS, TILES)), LIMIT).to(tl.float32)
     factor: constexpr = MARGIN / ((1 << (BITS - 1)) - 1)
-    put_scales(section, row, above_bits(largest * factor), row < (numel + block - 1) // block)
+    put_scales(section, row, above_bits(largest * factor), row < blocks_of(own))
 
 
 @triton.jit
@@ -245,11 +248,10 @@ def code_of(
     KIND: constexpr, BITS: constexpr,
 ) -> tensor:  # fmt: skip
     """Return the codes of elements `at`, by the scales in the payload; 0 where not `mask`."""
-    numel, block = own
-    row = at // block
+    row = at // own[1]
     if KIND == MINMAX:
-        blocks = (numel + block - 1) // block
-        low, step = float_at(section, row, mask), float_at(section + blocks * 4, row, mask)
+        steps = section + blocks_of(own) * 4
+        low, step = float_at(section, row, mask), float_at(steps, row, mask)
         code = (quotient(values * 0.5 - low, step) + 0.5).to(tl.int32)
     elif KIND == MEANS:
         code = (values < 0).to(tl.int32)
@@ -267,9 +269,8 @@ def put_elements(
     KIND: constexpr, BITS: constexpr, KEEPS: constexpr, LANES: constexpr,
 ) -> None:  # fmt: skip
     """Write the codes of elements [first, last), and leave what they do not send."""
-    numel, block = own
     first, last = span
-    body = section + (numel + block - 1) // block * scale_bytes(KIND)
+    body = section + blocks_of(own) * scale_bytes(KIND)
     for at in range(first, last, LANES):
         entry = at + tl.arange(0, LANES)
         there = entry < last
