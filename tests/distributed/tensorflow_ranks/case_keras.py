@@ -37,7 +37,7 @@ def with_momentum(library: Any) -> Any:
 @BOTH
 def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
     """With a smaller batch at the end of each epoch. Residuals are no variables of either."""
-    make, options = with_momentum, {"eager": eager, "epochs": 2}
+    make, options = with_momentum, {"eager": eager, "epochs": 2, "examples": 58}
     dense = fit(library, make(library), hvd.Compression.none, **options)
     ours = fit(library, make(library), TopKEF(**EVERYTHING), **options)
     assert same(ours, dense)
@@ -268,13 +268,14 @@ def test_groups_take_keras_variables() -> None:
 
 
 def test_broadcast_starts_all_ranks_alike() -> None:
-    callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(1)
-    make, compression = keras.optimizers.Adam, TopKEF(**SPARSE)
-    options = {"seed": hvd.rank(), "callbacks": [callback], "epochs": 1}
-    model = fit(keras, make(1e-3), compression, **options)
+    callback, first = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(1), list[list[Any]]()
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: first.append(callback.model.get_weights())
+    )
+    options = {"seed": hvd.rank(), "callbacks": [callback, note], "epochs": 1}
+    model = fit(keras, keras.optimizers.Adam(1e-3), TopKEF(**SPARSE), **options)
     assert_ranks_equal([*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)])
-    like_rank_1 = fit(keras, make(1e-3), TopKEF(**SPARSE), seed=1, epochs=1)
-    assert same(model, like_rank_1)
+    assert all(map(np.array_equal, first[0], model_of(keras, seed=1).get_weights()))
 
 
 def test_broadcast_of_a_model_that_was_compiled_without_an_optimizer() -> None:

@@ -12,16 +12,13 @@ import tf_keras
 
 import horovod_topk.tensorflow.keras as hvd_keras
 
-EXAMPLES, BATCH = 58, 8  # the last batch of an epoch has two
+EXAMPLES, BATCH = 64, 8  # batches of one size, so that a graph is traced once
 
 
-def data(rank: int | None = None) -> tuple[Any, Any]:
+def data(rank: int | None = None, count: int = EXAMPLES) -> tuple[Any, Any]:
     """A rank's examples: 20 numbers, one of 10 classes."""
     random = np.random.default_rng(hvd.rank() if rank is None else rank)
-    return (
-        random.standard_normal((EXAMPLES, 20)).astype(np.float32),
-        random.integers(0, 10, EXAMPLES),
-    )
+    return random.standard_normal((count, 20)).astype(np.float32), random.integers(0, 10, count)
 
 
 def model_of(library: Any, seed: int = 0) -> Any:
@@ -59,13 +56,14 @@ def fit(
     eager: bool = False,
     seed: int = 0,
     callbacks: Any = (),
+    examples: int = EXAMPLES,
     **options: Any,
 ) -> Any:
     """A model after `model.fit` on this rank's data; 8 steps an epoch."""
     wrapped = distributed(library, optimizer, compression, **options)
     model = compiled(library, wrapped, eager=eager, seed=seed)
     model.fit(
-        *data(),
+        *data(count=examples),
         batch_size=BATCH,
         epochs=epochs,
         shuffle=False,
