@@ -149,7 +149,7 @@ TORCH = named("torch", "alone", "nodes", "ddp", "fsdp")
 FLAT = named("torch", "alone", "nodes", "ddp", "fsdp", "hierarchical")
 # Those that know no adapter, with FSDP2: every rank is a node.
 FSDP = (
-    *("as_simulated", "checkpoint", "groups_ratios", "methods", "options"),
+    *("as_simulated", "checkpoint", "methods", "options"),
     *("ranks_agree", "training_loops", "updates"),
 )
 # The files that ask nothing of Horovod but its verbs, in ranks/over_torch.py; and DDP's own.
@@ -164,7 +164,7 @@ DDP = (
         "ddp",
         "grad_scaler",
     ),
-    *("groups_ratios", "guard", "hierarchical", "learning_rates", "local_steps", "methods"),
+    *("guard", "hierarchical", "learning_rates", "local_steps", "methods"),
     *(
         "momentum",
         "onebit_lamb",
