@@ -30,14 +30,15 @@ def model_of(library: Any, seed: int = 0) -> Any:
     )
 
 
-def compiled(library: Any, optimizer: Any, *, eager: bool = False, seed: int = 0) -> Any:
+def compiled(
+    library: Any, optimizer: Any, *, eager: bool = False, seed: int = 0, metrics: Any = ()
+) -> Any:
     """The model, ready for `fit`; `optimizer` is distributed already."""
     model = model_of(library, seed)
     loss = library.losses.SparseCategoricalCrossentropy(from_logits=True)
-    options = {} if library is tf_keras else {"jit_compile": False}
-    model.compile(
-        optimizer=optimizer, loss=loss, metrics=["accuracy"], run_eagerly=eager, **options
-    )
+    options: dict[str, Any] = {} if library is tf_keras else {"jit_compile": False}
+    options["metrics"] = [*metrics]
+    model.compile(optimizer=optimizer, loss=loss, run_eagerly=eager, **options)
     return model
 
 
@@ -57,11 +58,12 @@ def fit(
     seed: int = 0,
     callbacks: Any = (),
     examples: int = EXAMPLES,
+    metrics: Any = (),
     **options: Any,
 ) -> Any:
     """A model after `model.fit` on this rank's data; 8 steps an epoch."""
     wrapped = distributed(library, optimizer, compression, **options)
-    model = compiled(library, wrapped, eager=eager, seed=seed)
+    model = compiled(library, wrapped, eager=eager, seed=seed, metrics=metrics)
     model.fit(
         *data(count=examples),
         batch_size=BATCH,
