@@ -402,10 +402,12 @@ def check_whole(setting: str, value: object, least: int, most: int, example: int
 
 def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ConfigError for a value that is not a choice, and suggest the nearest choice."""
+    if value in choices:
+        return
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     cure = f"{hint}Pass one of {', '.join(map(repr, choices))}"
-    check(value in choices, setting, value, "is not one of the choices", cure)
+    check(False, setting, value, "is not one of the choices", cure)
 
 
 def checked_positive(setting: str, value: Any, cure: str) -> float:

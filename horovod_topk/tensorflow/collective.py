@@ -53,26 +53,31 @@ class GraphTimer:
         if not tf.executing_eagerly():
             self._ends.append(_after([tensor]))
 
-    def seconds(self, exchanged: Sequence[Any]) -> Any:
-        """[4] float64: `Seconds` of the step that exchanged these gradients.
+    def times(self, exchanged: Sequence[Any]) -> tuple[Any, Callable[[Sequence[float]], Seconds]]:
+        """Times in the step that exchanged these gradients, and what makes `Seconds` of them.
 
-        Exposed time lasts from the last gradient, or the start of the last collective, to the end
-        of the last collective.
+        Returns:
+            All times, float64; and a function of them, which the host calls.
         """
-        if not self._ends:
-            return tf.zeros([4], tf.float64)
-        last, done = tf.reduce_max(self._ends), _after(exchanged)
-        pairs = zip(self._ready, self._sent, strict=True)
-        sent = [self._starts[at] - ready for ready, at in pairs if at < len(self._starts)]
-        compress = tf.add_n(sent) if sent else tf.constant(0.0, tf.float64)
-        exposed = last - tf.maximum(tf.reduce_max(self._ready), tf.reduce_max(self._starts))
-        parts = compress, last - tf.reduce_min(self._starts), exposed, done - last
-        return tf.maximum(tf.stack(parts), 0.0)
+        times = [*self._starts, *self._ends, *self._ready, _after(exchanged)]
+        return tf.stack(times), partial(_seconds, len(self._starts), [*self._sent])
 
 
-def seconds_of(parts: Any) -> Seconds:
-    """The result of `GraphTimer.seconds` as Python floats."""
-    return Seconds(*map(float, parts))
+def _seconds(collectives: int, sent: Sequence[int], times: Sequence[float]) -> Seconds:
+    """`Seconds` of a step; arguments as in `GraphTimer.times`.
+
+    Exposed time lasts from the last gradient, or the start of the last collective, to the end of
+    the last collective.
+    """
+    starts, ends = times[:collectives], times[collectives : 2 * collectives]
+    *ready, done = times[2 * collectives :]
+    if not collectives:
+        return Seconds()
+    pairs = zip(ready, sent, strict=True)
+    compress = sum(starts[at] - began for began, at in pairs if at < collectives)
+    last = max(ends)
+    parts = compress, last - min(starts), last - max(*ready, *starts), done - last
+    return Seconds(*(max(0.0, part) for part in parts))
 
 
 def _after(tensors: Sequence[Any]) -> Any:

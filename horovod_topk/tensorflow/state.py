@@ -23,7 +23,7 @@ from horovod_topk.core.state.state_dict import VARIABLES, renamed
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.methods.protocol import Allocation, Method
 from horovod_topk.ops.tensorflow import Array, Buffer
-from horovod_topk.tensorflow.collective import HorovodCollective, seconds_of
+from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.gradients import clip, clipped_alone, is_dense, with_momentum
 from horovod_topk.tensorflow.planning import (
     CachedPlan,
@@ -252,19 +252,20 @@ class OptimizerState(Attached[VariableState]):
                 for spec, v in zip(cached.specs if squares else (), squares, strict=True)
             }
             given = cached, gradients, self._state, due, rate, moments
-            exchanged, flags, sums, seconds = _step(*given)
+            exchanged, flags, sums = _step(*given)
+            times, seconds_of = self._state.timer.times(exchanged)
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
             this, key = weakref.ref(self), (cached.name, ratio, allocation)
             self._traced[key] = cached
 
-            def count(flags: Any, sums: Any, seconds: Any) -> tuple[int, int, list[float]]:
+            def count(flags: Any, sums: Any, times: Any) -> tuple[int, int, list[float]]:
                 state = this()
                 if state is None:
                     return -1, 0, [0.0] * len(HOST)
-                cached, times = state._traced[key], seconds_of(seconds.numpy())
-                return state._count(cached, flags, sums.numpy(), times)
+                seconds = seconds_of(times.numpy().tolist())
+                return state._count(state._traced[key], flags, sums.numpy(), seconds)
 
-            arguments, kinds = [flags, sums, seconds], [tf.int32, tf.int32, tf.float32]
+            arguments, kinds = [flags, sums, times], [tf.int32, tf.int32, tf.float32]
             level, stage, numbers = tf.py_function(count, arguments, kinds)
             self._state.schedule_in_graphs.take(level)
             self._state.schedule_in_graphs.enter(tf.ensure_shape(stage, []))
@@ -319,7 +320,7 @@ def _step(
     due: Any,
     rate: Any,
     moments: Mapping[str, Moments],
-) -> tuple[list[Any], Any, Any, Any]:
+) -> tuple[list[Any], Any, Any]:
     """Build the graph of one step: encode, exchange, decode, and commit unless a rank was flagged.
 
     All that differs from step to step is read when the graph runs.
@@ -335,9 +336,9 @@ def _step(
 
     Returns:
         The exchanged gradients; one flag for each tensor, bucket by bucket, True where a rank had a
-        NaN or an infinity (the state is then unchanged, bit for bit); `Squares` and the largest
+        NaN or an infinity (the state is then unchanged, bit for bit); and `Squares` and the largest
         present learning rate as a share of its maximum, [4] float64, below zero where they were not
-        measured; and `Seconds`, [4] float64.
+        measured.
     """
     plan = cached.plan
     arrays: dict[str, Array] = {
@@ -376,7 +377,7 @@ def _step(
     unknown = tf.fill([4], tf.constant(-1.0, tf.float64))
     squares = tf.cond(tf.logical_and(due, sound), measure, lambda: unknown)
     exchanged = [arrays[spec.name].value for spec in cached.specs]
-    return exchanged, flagged, squares, timer.seconds(exchanged)
+    return exchanged, flagged, squares
 
 
 def _shaped(gradient: Any, shape: tuple[int, ...]) -> Any:

@@ -17,7 +17,6 @@ from horovod_topk.core.control import guard
 from horovod_topk.core.control.schedule import Decision, Schedule, chosen
 from horovod_topk.core.exchange.membership import elastic
 from horovod_topk.core.plan.facts import PRIME, START, pack, with_ratio
-from horovod_topk.core.plan.payload import FACTS_BYTES
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.variables import own_variable
@@ -103,7 +102,7 @@ class TracedSchedule:
         self._lineage.assign(digest)
 
     def facts(self, ratio: float, rate: Any, allocated: int) -> Any:
-        """Facts of a step in a graph, [4] uint8; see `core.plan.facts`.
+        """Facts of a step in a graph, [4] uint8, the lowest byte first; see `core.plan.facts`.
 
         allocated: digest of the allocation that the graph is built for.
         """
@@ -111,7 +110,7 @@ class TracedSchedule:
         asked = tf.cast(self._asked.read_value(), tf.int64)
         state = with_ratio(self._lineage.read_value() + allocated, asked)
         number = pack(self.read(), self._schedule.below_usual(ratio), state, rates)
-        return tf.cast(tf.stack([number // 256**i % 256 for i in range(FACTS_BYTES)]), tf.uint8)
+        return tf.bitcast(tf.cast(number, tf.uint32), tf.uint8)
 
     def enter(self, stage: Any) -> None:
         """Enter a stage of the guard: a number of `core.control.guard`, or [] int32."""

@@ -149,7 +149,7 @@ TORCH = named("torch", "alone", "nodes", "ddp", "fsdp")
 FLAT = named("torch", "alone", "nodes", "ddp", "fsdp", "hierarchical")
 # Those that know no adapter, with FSDP2: every rank is a node.
 FSDP = (
-    *("as_simulated", "checkpoint", "groups_ratios", "methods", "options"),
+    *("as_simulated", "checkpoint", "methods", "options"),
     *("ranks_agree", "training_loops", "updates"),
 )
 # The files that ask nothing of Horovod but its verbs, in ranks/over_torch.py; and DDP's own.
@@ -164,7 +164,7 @@ DDP = (
         "ddp",
         "grad_scaler",
     ),
-    *("groups_ratios", "guard", "hierarchical", "learning_rates", "local_steps", "methods"),
+    *("guard", "hierarchical", "learning_rates", "local_steps", "methods"),
     *(
         "momentum",
         "onebit_lamb",
@@ -189,9 +189,8 @@ JOBS = (
     Job("torch", "alone", 1, ("alone",), ONCE),
     Job("torch", "gloo", 2, TORCH),
     Job("torch", "gloo", 3, TORCH, AFTERWARDS, settings=DYNAMIC),
-    Job("torch", "gloo", 4, ("hierarchical",), ONCE, settings=DYNAMIC),
     Job("torch", "gloo", 4, FLAT, AFTERWARDS, settings=DYNAMIC),
-    Job("torch", "gloo", 4, ("nodes",), ONCE, settings=DYNAMIC, hosts=TWO_HOSTS),
+    Job("torch", "gloo", 4, ("hierarchical", "nodes"), ONCE, settings=DYNAMIC, hosts=TWO_HOSTS),
     Job("torch", "gloo", 4, ("nodes",), AFTERWARDS, hosts=TWO_HOSTS),
     Job("torch", "mpi", 2, TORCH, AFTERWARDS),
     Job("torch", "mpi", 3, TORCH, settings=DYNAMIC),

@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "who"), [("horovod", "some other rank"), ("ddp", "rank 1")])
 def test_one_rank_that_compresses_alone(adapter: str, who: str, tmp_path: Path) -> None:
     done = run(COMMANDS[adapter], tmp_path, 90.0, {VARIABLE: "3"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import pytest
@@ -9,11 +10,14 @@ import tensorflow as tf
 from oracle.loopback import Loopback
 
 from horovod_topk.core.control.schedule import Schedule
+from horovod_topk.core.plan import facts
 from horovod_topk.core.run.state import State
+from horovod_topk.core.run.timing import Seconds
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import QSGD
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.tensorflow import TensorFlowOps
+from horovod_topk.tensorflow.collective import _seconds
 from horovod_topk.tensorflow.state_variables import _rank_in_graph
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
 
@@ -105,3 +109,23 @@ def test_variables_can_be_made_while_a_graph_is_built() -> None:
 
     step()
     assert made[0].ratio == 0.5
+
+
+@pytest.mark.parametrize("rate", [None, 0.05])
+def test_facts_of_a_graph_are_those_of_the_host(rate: float | None) -> None:
+    _, traced = state_of(WARM)
+    traced.committed, traced.lineage, traced.asked = 70_000, 2**31 - 3, 0.2
+    rates = 0 if rate is None else struct.unpack("<q", struct.pack("<d", rate))[0] % facts.PRIME
+    asked = Schedule(WARM).levels.index(0.2)
+    state, below = facts.with_ratio(2**31 - 3 + 7, asked), Schedule(WARM).below_usual(0.5)
+    expected = facts.pack(70_000, below, state, rates).to_bytes(4, "little")
+    known = None if rate is None else tf.constant(rate, tf.float64)
+    assert bytes(traced.facts(0.5, known, 7).numpy()) == expected
+
+
+def test_seconds_are_worked_out_of_times() -> None:
+    """Two buckets of two collectives, and a third one that sends nothing."""
+    starts, ends, ready = [2.0, 3.0, 5.0, 6.0], [4.0, 5.0, 8.0, 9.0], [1.0, 2.5, 7.0]
+    found = _seconds(4, [0, 1, 4], [*starts, *ends, *ready, 11.0])
+    assert found == Seconds(1.5, 7.0, 2.0, 2.0)
+    assert _seconds(0, [0], [1.0, 2.0]) == Seconds()

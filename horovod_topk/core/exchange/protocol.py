@@ -192,7 +192,7 @@ class BucketExchange(abc.ABC, Generic[Array]):
         committed: whether that step was committed.
         """
         squares = self._codec.squares
-        return sum((squares(*pair, committed=committed) for pair in self.encoded()), Squares())
+        return sum(squares(*pair, committed=committed) for pair in self.encoded()) or Squares()
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,10 @@ def pack(committed: Any, level: int, state: Any, rates: Any = 0) -> Any:
         rates: digest of learning rates; 0: residuals follow none.
     """
     mixed = committed % 65521 + 1
-    digests = [each * mixed % PRIME % _DIGESTS for each in (state, rates)]
-    parts = committed % _STEPS, level % _LEVELS, *digests
+    state = state * mixed % PRIME % _DIGESTS
+    if not isinstance(rates, int) or rates:  # a graph needs no operations for zeros
+        rates = rates * mixed % PRIME % _DIGESTS
+    parts = committed % _STEPS, level % _LEVELS, state, rates
     widths, total = (_STEPS, _LEVELS, _DIGESTS), parts[-1]
     for part, width in zip(parts[-2::-1], widths[::-1], strict=True):
         total = total * width + part

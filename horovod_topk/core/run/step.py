@@ -308,10 +308,8 @@ class Step(Generic[Array]):
     def squares(self) -> Squares:
         """Sums of squares of the last step. Waits for the device."""
         measurable = (each for each in self._buckets.values() if each.measurable)
-        return sum(
-            (each.exchange.squares(committed=each.committed_last) for each in measurable),
-            Squares(),
-        )
+        found = (each.exchange.squares(committed=each.committed_last) for each in measurable)
+        return sum(found) or Squares()
 
     def forget_gradients(self) -> None:
         """Make `squares` return nothing until the next step, as the residuals have changed."""

@@ -288,6 +288,10 @@ class Squares:
             self.left + other.left,
         )
 
+    def __radd__(self, other: int) -> Squares:
+        """Begin a `sum`. To add zeros would take operations of a graph."""
+        return self
+
 
 @dataclass(frozen=True)
 class Stretch(Generic[Array]):

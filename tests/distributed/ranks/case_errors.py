@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from torch import nn
 
 import training
+from horovod_topk.core.exchange.meeting import VARIABLE
 from horovod_topk.errors import (
     ConfigError,
     GradientChangedError,
+    MissingRanksError,
     OutsideOptimizerError,
     OverlappingGradientError,
     RepeatedSynchronizeError,
@@ -23,6 +26,7 @@ from horovod_topk.errors import (
     StepBeforeSynchronizeError,
     UnsupportedOperationError,
 )
+from meeting import FOLDER
 from plain import PlainTopKEF as TopKEF
 from training import Setup, Task
 from witness import assert_ranks_equal, bits, nothing_changes, record
@@ -60,6 +64,23 @@ def test_outside_an_optimizer(compression: object) -> None:
     with pytest.raises(OutsideOptimizerError, match=says("[3, 2]", "hvd.DistributedOptimizer")):
         hvd.allreduce(torch.ones(3, 2), name="outside", compression=compression)
     assert hvd.allreduce(torch.ones(3, 2), name="outside", op=hvd.Sum).sum() == 12
+
+
+def test_a_rank_that_compresses_alone_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That its job ends is in ../test_missing_ranks.py; here the other rank comes late."""
+    monkeypatch.setenv(VARIABLE, "0.5")
+    raised = FOLDER / "raised"
+    if hvd.rank() == 0:
+        said = "rank 0 waited 0.5 s in 'topkef.agreement', to which some other rank did not come"
+        with pytest.raises(MissingRanksError, match=said):
+            warm()
+        raised.touch()
+    while not raised.exists():
+        time.sleep(0.01)
+    if hvd.rank() == 1:
+        Setup().start(TopKEF(**SPARSE))
+    hvd.barrier()
+    assert_still_works()
 
 
 # Gradients that changed.

@@ -154,3 +154,13 @@ def test_another_default_device_changes_no_bit(exchange: str, values: str) -> No
         for take in (training.ordinary, elsewhere)
     )
     assert_same(ours, plain)
+
+
+def test_frozen_parameters_may_have_a_ratio() -> None:
+    setup = Setup(optimizer=training.plain_sgd)
+    task = setup.task()
+    dict(task.named_parameters())["net.0.weight"].requires_grad_(False)
+    compression = TopKEF(ratio={"net.0.*": 0.5, "*": 0.05}, min_numel=0)
+    optimizer = setup.distributed(task, compression)
+    training.ordinary(task, optimizer, 0)
+    assert TopKEF.of(optimizer).stats().ratios == {"net.0.bias": 0.5}

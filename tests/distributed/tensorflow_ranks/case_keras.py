@@ -36,7 +36,7 @@ def with_momentum(library: Any) -> Any:
 @WAYS
 @BOTH
 def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
-    """With a smaller batch at the end of each epoch. Residuals are no variables of either."""
+    """Residuals are no variables of either."""
     make, options = with_momentum, {"eager": eager, "epochs": 2}
     dense = fit(library, make(library), hvd.Compression.none, **options)
     ours = fit(library, make(library), TopKEF(**EVERYTHING), **options)
@@ -52,13 +52,15 @@ def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
 @BOTH
 @pytest.mark.world_size(2, 4)
 def test_ranks_are_equal_and_learn(library: Any) -> None:
-    model = fit(library, with_momentum(library), TopKEF(**SPARSE), epochs=6)
+    """With a smaller batch at the end of each epoch."""
+    model = fit(library, with_momentum(library), TopKEF(**SPARSE), epochs=6, examples=58)
     assert_ranks_equal(model.get_weights())
     state = TopKEF.of(model.optimizer)
     assert state.stats().reduction > 5
     assert state.stats().residual_norm > 0
-    before = compiled(library, "sgd").evaluate(*data(), verbose=0)[0]
-    assert model.evaluate(*data(), verbose=0)[0] < before
+    seen = data(count=58)
+    before = compiled(library, "sgd").evaluate(*seen, verbose=0)
+    assert model.evaluate(*seen, verbose=0) < before
 
 
 @pytest.mark.slow
@@ -268,13 +270,14 @@ def test_groups_take_keras_variables() -> None:
 
 
 def test_broadcast_starts_all_ranks_alike() -> None:
-    callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(1)
-    make, compression = keras.optimizers.Adam, TopKEF(**SPARSE)
-    options = {"seed": hvd.rank(), "callbacks": [callback], "epochs": 1}
-    model = fit(keras, make(1e-3), compression, **options)
+    callback, first = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(1), list[list[Any]]()
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: first.append(callback.model.get_weights())
+    )
+    options = {"seed": hvd.rank(), "callbacks": [callback, note], "epochs": 1}
+    model = fit(keras, keras.optimizers.Adam(1e-3), TopKEF(**SPARSE), **options)
     assert_ranks_equal([*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)])
-    like_rank_1 = fit(keras, make(1e-3), TopKEF(**SPARSE), seed=1, epochs=1)
-    assert same(model, like_rank_1)
+    assert all(map(np.array_equal, first[0], model_of(keras, seed=1).get_weights()))
 
 
 def test_broadcast_of_a_model_that_was_compiled_without_an_optimizer() -> None:
@@ -305,7 +308,8 @@ def test_metrics_are_averaged() -> None:
         on_epoch_end=lambda epoch, logs: seen.append([logs["accuracy"], logs["loss"]])
     )
     around = [note, hvd_keras.callbacks.MetricAverageCallback(), note]
-    fit(keras, keras.optimizers.SGD(0.05), hvd.Compression.none, epochs=1, callbacks=around)
+    options = {"epochs": 1, "callbacks": around, "metrics": ["accuracy"]}
+    fit(keras, keras.optimizers.SGD(0.05), hvd.Compression.none, **options)
     mine, mean = seen
     assert mine != mean
     assert mean == pytest.approx(hvd.allreduce(tf.constant(mine), op=hvd.Average).numpy(), rel=1e-6)

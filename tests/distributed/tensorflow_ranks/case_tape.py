@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -158,7 +159,7 @@ def train_pair(compression: TopKEF, which: str) -> list[list[Any]]:
     """Two models, stepped from tapes that are open at the same time; a tape alone is the proof."""
     models = Perceptron(), Perceptron()
 
-    @tf.function
+    @partial(tf.function, autograph=False)
     def step(x: Any, y: Any) -> None:
         with tf.GradientTape() as one, tf.GradientTape() as other:
             losses = models[0].loss(x, y), models[1].loss(x, 2 * y)
@@ -170,7 +171,7 @@ def train_pair(compression: TopKEF, which: str) -> list[list[Any]]:
                 for v, g in zip(model.variables, tape.gradient(loss, model.variables), strict=True):
                     v.assign_sub(0.05 * g)
 
-    for position in range(6):
+    for position in range(FEW):
         step(*batch(position, 8))
     return [[v.numpy() for v in model.variables] for model in models]
 

@@ -127,6 +127,7 @@ def test_a_trace_may_apply_what_is_handed_in() -> None:
 
 def test_a_step_in_one_trace() -> None:
     model = compiled(tf_keras, sgd())
+    model.optimizer.build(model.trainable_variables)  # else TensorFlow traces it twice
     step = tf.function(lambda: model.optimizer.apply_gradients(exchanged(model)))
     for _ in range(3):
         step()

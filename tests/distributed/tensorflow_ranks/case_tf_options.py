@@ -163,7 +163,7 @@ def test_a_step_compiled_by_xla_is_refused(library: str) -> None:
     package = LIBRARIES[library]
     optimizer = distributed(package, package.optimizers.SGD(0.1, momentum=0.9), TopKEF)
     model = compiled(package, optimizer)
-    model.compile(optimizer=optimizer, loss="mse", jit_compile=True)
+    model.compile(optimizer=optimizer, loss=model.loss, jit_compile=True)
     with pytest.raises(TopKError, match="compiled by XLA"):
         model.fit(*data(), batch_size=8, verbose=0)
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 # The stand-in there is for `horovodrun`; tf-keras is for Horovod's own wrapper. Keras 3 is `keras`.
 sys.path[:] = [path for path in sys.path if not path.endswith("without_tensorflow")]
 os.environ |= {"TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"}
+# Keras imports them where they are installed, which takes each rank a second.
+sys.modules |= dict.fromkeys(("matplotlib", "sklearn"))  # type: ignore[arg-type]
 
 import horovod.tensorflow as hvd
 import pytest

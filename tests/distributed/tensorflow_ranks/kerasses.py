@@ -12,16 +12,13 @@ import tf_keras
 
 import horovod_topk.tensorflow.keras as hvd_keras
 
-EXAMPLES, BATCH = 58, 8  # the last batch of an epoch has two
+EXAMPLES, BATCH = 64, 8  # batches of one size, so that a graph is traced once
 
 
-def data(rank: int | None = None) -> tuple[Any, Any]:
+def data(rank: int | None = None, count: int = EXAMPLES) -> tuple[Any, Any]:
     """A rank's examples: 20 numbers, one of 10 classes."""
     random = np.random.default_rng(hvd.rank() if rank is None else rank)
-    return (
-        random.standard_normal((EXAMPLES, 20)).astype(np.float32),
-        random.integers(0, 10, EXAMPLES),
-    )
+    return random.standard_normal((count, 20)).astype(np.float32), random.integers(0, 10, count)
 
 
 def model_of(library: Any, seed: int = 0) -> Any:
@@ -33,14 +30,15 @@ def model_of(library: Any, seed: int = 0) -> Any:
     )
 
 
-def compiled(library: Any, optimizer: Any, *, eager: bool = False, seed: int = 0) -> Any:
+def compiled(
+    library: Any, optimizer: Any, *, eager: bool = False, seed: int = 0, metrics: Any = ()
+) -> Any:
     """The model, ready for `fit`; `optimizer` is distributed already."""
     model = model_of(library, seed)
     loss = library.losses.SparseCategoricalCrossentropy(from_logits=True)
-    options = {} if library is tf_keras else {"jit_compile": False}
-    model.compile(
-        optimizer=optimizer, loss=loss, metrics=["accuracy"], run_eagerly=eager, **options
-    )
+    options: dict[str, Any] = {} if library is tf_keras else {"jit_compile": False}
+    options["metrics"] = [*metrics]
+    model.compile(optimizer=optimizer, loss=loss, run_eagerly=eager, **options)
     return model
 
 
@@ -59,13 +57,15 @@ def fit(
     eager: bool = False,
     seed: int = 0,
     callbacks: Any = (),
+    examples: int = EXAMPLES,
+    metrics: Any = (),
     **options: Any,
 ) -> Any:
     """A model after `model.fit` on this rank's data; 8 steps an epoch."""
     wrapped = distributed(library, optimizer, compression, **options)
-    model = compiled(library, wrapped, eager=eager, seed=seed)
+    model = compiled(library, wrapped, eager=eager, seed=seed, metrics=metrics)
     model.fit(
-        *data(),
+        *data(count=examples),
         batch_size=BATCH,
         epochs=epochs,
         shuffle=False,

@@ -86,7 +86,7 @@ def train(
     model = Perceptron(**model_options)
     asked = options(model) if callable(options) else options
     step = step_of(model, compression, asked)
-    run = tf.function(step) if graph else step
+    run = tf.function(step, autograph=False) if graph else step
     history = []
     for position in range(steps):
         size = batch_size(position)
