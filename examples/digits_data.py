@@ -6,10 +6,8 @@ is the same in every framework, for every seed and every number of ranks.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
-
 import numpy as np
+from sklearn.datasets import load_digits
 
 HELD_OUT = 450
 VALIDATION = 300
@@ -17,20 +15,11 @@ VALIDATION = 300
 
 def digits(split: str) -> tuple[np.ndarray, np.ndarray]:
     """Images [N, 8, 8], float32 in [0, 1], and labels [N], int64, of a split."""
-    images, labels = load_digits()
+    images, labels = load_digits(return_X_y=True)
     order = shuffled(len(labels))
     held_out, validation, training = np.split(order, [HELD_OUT, HELD_OUT + VALIDATION])
     rows = {"training": training, "validation": validation, "held-out": held_out}[split]
     return (images[rows] / 16).astype(np.float32).reshape(-1, 8, 8), labels[rows]
-
-
-def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Read scikit-learn's file of them, without importing its statistics, which takes a second."""
-    package = find_spec("sklearn")
-    if package is None or not package.origin:
-        raise ModuleNotFoundError("the digits are scikit-learn's: pip install scikit-learn")
-    rows = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
-    return rows[:, :-1], rows[:, -1].astype(np.int64)
 
 
 def shuffled(count: int) -> np.ndarray:
