@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -164,9 +164,9 @@ class Subclassed(keras.Model):  # type: ignore[misc]
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", [model_of, functional, Subclassed])
-def test_a_loaded_model_goes_on_with_its_residuals(make: Callable[[], Any]) -> None:
+def test_a_loaded_model_goes_on_with_its_residuals(make: Callable[[], Any], tmp_path: Path) -> None:
     """Keras gives its variables other paths; their order stays."""
-    folder = hvd.broadcast_object(tempfile.mkdtemp(), 0, name="folder")
+    folder = hvd.broadcast_object(tmp_path, 0, name="folder")
     model = trained(make(), O.SGD(0.01), TopKEF(warmup=None))
     state = TopKEF.of(model.optimizer)
     kept = [each.numpy() for each in state.state_dict()["residuals"].values()]
