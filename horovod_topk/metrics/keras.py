@@ -35,8 +35,6 @@ def callback(compression: Any, library: Any, loggers: Sequence[Any] = ()) -> Any
             super().__init__()
             self._last: dict[str, float] = {}
             self._loggers = library.callbacks.CallbackList(list(loggers), add_history=False)
-            for name in ("train_begin", "train_end", "epoch_begin", "train_batch_begin"):
-                setattr(self, f"on_{name}", getattr(self._loggers, f"on_{name}"))
             compression.on_step(self._take)
 
         def set_model(self, model: Any) -> None:
@@ -48,6 +46,22 @@ def callback(compression: Any, library: Any, loggers: Sequence[Any] = ()) -> Any
             """Hand the parameters of training to the loggers."""
             super().set_params(params)
             self._loggers.set_params(params)
+
+        def on_train_begin(self, logs: Logs = None) -> None:
+            """Begin training in the loggers."""
+            self._loggers.on_train_begin(logs)
+
+        def on_train_end(self, logs: Logs = None) -> None:
+            """End training in the loggers."""
+            self._loggers.on_train_end(logs)
+
+        def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+            """Begin an epoch in the loggers."""
+            self._loggers.on_epoch_begin(epoch, logs)
+
+        def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+            """Begin a batch in the loggers."""
+            self._loggers.on_train_batch_begin(batch, logs)
 
         def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
             """Hand out the metrics of the last step."""

@@ -170,7 +170,7 @@ class LocalSteps(Optimizer):
         return f"LocalSteps({self._inner!r}, {self._config})"
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the inner optimizer: its parameter groups, state and others."""
+        """Return an attribute of the inner optimizer."""
         if name == "_inner":
             raise AttributeError(name)
         return getattr(self._inner, name)
@@ -188,7 +188,22 @@ class LocalSteps(Optimizer):
         """Outer steps so far, of each fragment; equal on all ranks."""
         return self._topkef.steps // self._config.fragments
 
-    # What `torch.optim.Optimizer` defines itself, of the inner one.
+    # What an optimizer has, of the inner one.
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's parameter groups."""
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return self._inner.state
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's defaults."""
+        return self._inner.defaults
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict; `TopKEF.of(optimizer).state_dict()` has the rest."""

@@ -135,10 +135,8 @@ def measure_weights(weights: Sequence[Tensor]) -> list[Tensor]:
     for (device, dtype), places in alike.items():
         some = [weights[at] for at in places]
         samples = [whole_sample(weight.numel()) for weight in some]
-        picks, ours = (
-            tuple(sample.whole for sample in samples),
-            triton.module("updates.lists", device.type),
-        )
+        picks = tuple(sample.whole for sample in samples)
+        ours = triton.module("updates.lists", device.type)
         if ours is not None and ours.suit(some):
             roots = ours.rms(some, picks)
         else:
