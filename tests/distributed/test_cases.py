@@ -27,8 +27,11 @@ def as_name(job: Job) -> str:
 
 
 def marks_of(job: Job) -> list[pytest.MarkDecorator]:
-    """The tiers of a launch, and its order in the fast tier: TensorFlow's take longest."""
-    order = 2 - (job.framework == "tensorflow") - (job.tiers == MERGED)
+    """The tiers of a launch, and its order in the fast tier: long ones first, TensorFlow's longest.
+
+    Those of one process are last: another worker can take them while one launches ranks.
+    """
+    order = 2 - (job.framework == "tensorflow") - (job.tiers == MERGED) + 2 * (job.ranks == 1)
     return [pytest.mark.tiers(*job.tiers), pytest.mark.long(order)]
 
 
