@@ -29,9 +29,10 @@ def as_name(job: Job) -> str:
 def marks_of(job: Job) -> list[pytest.MarkDecorator]:
     """The tiers of a launch, and its order in the fast tier: long ones first, TensorFlow's longest.
 
-    Those of one process are last: another worker can take them while one launches ranks.
+    Those of one process are last, the longer one at the end: another worker can take it.
     """
-    order = 2 - (job.framework == "tensorflow") - (job.tiers == MERGED) + 2 * (job.ranks == 1)
+    is_longer = job.framework == "tensorflow"
+    order = 3 + is_longer if job.ranks == 1 else 2 - is_longer - (job.tiers == MERGED)
     return [pytest.mark.tiers(*job.tiers), pytest.mark.long(order)]
 
 
