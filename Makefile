@@ -62,7 +62,7 @@ clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
 
 ## Tests. A part of them: make test TESTS=tests/unit ARGS="-k payload"
 
-test: setup ## test every feature and every law, on real ranks too (6 to 8 minutes)
+test: setup ## test every feature and every law, on real ranks too (5 to 6 minutes)
 	$(RUN) -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
 
 test-tools: TIER = tools
