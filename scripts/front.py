@@ -44,7 +44,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def values(results: dict[str, Any]) -> Values:
-    """The page's figures by name."""
+    """Return the figures that the page shows, by name."""
     found = {rate: figures(result) for rate, result in results.items()}
     return {
         "picture": partial(_picture, results, RESULTS / "front.png"),

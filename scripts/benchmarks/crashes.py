@@ -169,14 +169,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def notes_in(folder: Path) -> list[Note]:
-    """All ranks', in the order of time."""
+    """Return the notes of all ranks in the order of time."""
     files = [file.read_text().splitlines() for file in folder.glob("notes-*.jsonl")]
     notes = [json.loads(line) for lines in files for line in lines]
     return sorted(notes, key=lambda note: float(note["time"]))
 
 
 def last_note(folder: Path, pid: int) -> Note:
-    """A process's latest."""
+    """Return the latest note of a process."""
     lines = (folder / f"notes-{pid}.jsonl").read_text().splitlines()
     return json.loads(lines[-1]) if lines else {"event": "none", "time": 0.0}
 
@@ -218,7 +218,7 @@ def _apart(now: list[float], before: list[float]) -> float:
 
 
 def values(found: dict[str, Any]) -> Values:
-    """The page's figures by name."""
+    """Return the figures that the page shows, by name."""
     settings, jobs = found["settings"], found["jobs"]
     returns = [each for job in jobs for each in job["disturbed"]["returns"]]
     redone = [each["reached"] - each["resumed"] for each in returns]

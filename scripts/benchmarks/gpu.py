@@ -167,7 +167,7 @@ OPTIONS = {"repeats": (50, "timed calls")}
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures, prints."""
+    """Measure and print."""
     if not torch.cuda.is_available():
         sys.exit("bench gpu needs a GPU that torch can use, and there is none here")
     rows = [(name, Bench(bucket, weighs).row(args.repeats)) for name, bucket, weighs in cases()]

@@ -162,7 +162,7 @@ def of_buckets(
 
 
 def of_lists() -> Iterator[Build]:
-    """Yield the kernels for lists of tensors, and for one."""
+    """Yield the kernels for lists of tensors, and for single tensors."""
     from horovod_topk.kernels.triton.baselines import draws, ternary
     from horovod_topk.kernels.triton.updates import elements, samples
 
@@ -206,7 +206,7 @@ def counted(build: Build, generation: str) -> dict[str, int]:
 
 
 def values(found: dict[str, Any]) -> Values:
-    """The page's figures by name."""
+    """Return the figures that the page shows, by name."""
     shown = ["kernel", "warps"]
     for name in GENERATIONS.values():
         shown += [f"{name}: registers", "spilled, bytes"]

@@ -211,7 +211,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def values(found: dict[str, Any]) -> Values:
-    """The page's figures by name."""
+    """Return the figures that the page shows, by name."""
     return found["machine"] | {
         "numel": f"{found['numel']:,}",
         "encoding": encoding_table(found["encoding"]),
@@ -238,7 +238,7 @@ def _listed(found: dict[str, float], kind: str) -> str:
 
 
 def coding(found: dict[str, dict[str, float]]) -> str:
-    """The least and the largest cost of a format beyond selection, as a share of encoding."""
+    """Return the least and the largest cost of a value format, as a share of encoding."""
     base = found[NO_CODING]
     more = (sum(ms[each] - base[each] for each in ("encode", "decode")) for ms in found.values())
     shares = sorted(each / base["encode"] for each in more)[1:]  # without the base itself
@@ -246,7 +246,7 @@ def coding(found: dict[str, dict[str, float]]) -> str:
 
 
 def sizes_table(cells: list[dict[str, Any]]) -> str:
-    """A row a size, a column a ratio."""
+    """Return a table with a row for each size and a column for each ratio."""
     rows = [
         [f"{numel:,}", *(_cell(cell["ms"]) for cell in cells if cell["numel"] == numel)]
         for numel in dict.fromkeys(cell["numel"] for cell in cells)

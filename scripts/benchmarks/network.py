@@ -118,7 +118,7 @@ SHOWN = {
 
 
 def values(results: Results) -> Values:
-    """The page's figures by name."""
+    """Return the figures that the page shows, by name."""
     return {
         "hosts": HOSTS,
         "cores": results[FAST]["machine"]["cores"],

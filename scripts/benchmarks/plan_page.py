@@ -46,16 +46,16 @@ class Row:
 
     @property
     def measured(self) -> float:
-        """The median."""
+        """Return the median of all repeats."""
         return statistics.median(self.repeats)
 
     @property
     def error(self) -> float:
-        """Of the plan without overlap, as a share of the measured time."""
+        """Return the error of the plan without overlap, as a share of the measured time."""
         return self.off(self.planned)
 
     def off(self, planned: float) -> float:
-        """Distance to the measured time, as a share of it."""
+        """Return the difference to the measured time, as a share of it."""
         return abs(planned - self.measured) / self.measured
 
     @property
@@ -89,7 +89,7 @@ def machine_of(jobs: Sequence[Job]) -> Machine:
 
 
 def guesses(machine: Machine, cell: Cell, job: Job) -> Iterator[Row]:
-    """A row for each exchange."""
+    """Yield a row for each exchange."""
     assert cell.model is not None
     nodes = nodes_of(cell.hosts, 1)
     network = replace(machine.network, bandwidth=_rate(cell))
@@ -125,7 +125,7 @@ PLANS: dict[str, Callable[[Row], float]] = {
 
 
 def values(jobs: Mapping[str, Job]) -> Values:
-    """The page's figures by name."""
+    """Return the figures that the page shows, by name."""
     found = rows(jobs)
     return {
         "errors": errors(found),

@@ -110,7 +110,7 @@ def karimireddy(delta: float) -> float:
 
 
 def values(record: Record) -> Values:
-    """The page's figures by name."""
+    """Return the figures that the page shows, by name."""
     first = record["runs"][0]
     return dict(
         steps=first["steps"],

@@ -148,7 +148,7 @@ def ways(specs: Sequence[TensorSpec]) -> dict[str, Callable[[], Parts]]:
 
 
 def values(results: dict[str, Any]) -> Values:
-    """The page's figures by name."""
+    """Return the figures that the page shows, by name."""
     taken: dict[str, list[Parts]] = results["taken"]
     found = {
         name: {part: statistics.median(each[part] for each in turns) for part in turns[0]}

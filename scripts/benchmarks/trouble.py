@@ -77,7 +77,7 @@ Results = dict[str, Job]
 
 
 def values(results: Results) -> Values:
-    """The page's figures by name."""
+    """Return the figures that the page shows, by name."""
     return {
         "hosts": HOSTS,
         "rate": RATE.replace("mbit", " Mbit/s"),

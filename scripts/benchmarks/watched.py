@@ -52,5 +52,5 @@ class Watched:
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    """Euclidean, of all together."""
+    """Return the Euclidean norm of all arrays together."""
     return math.hypot(*(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors))

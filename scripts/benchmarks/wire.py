@@ -103,7 +103,7 @@ JOBS = Jobs("wire", {each.name: each for each in SETTINGS}, measure, OPTIONS, in
 
 
 def values(results: Mapping[str, Job]) -> Values:
-    """The page's figures by name."""
+    """Return the figures that the page shows, by name."""
     jobs = [results[name] for name in JOBS.named if name in results]
     alone = [job for job in jobs if job["slots"] == 1]
     return {
@@ -120,7 +120,7 @@ def _hosts(job: Job) -> int:
 
 
 def _overhead(jobs: list[Job]) -> str:
-    """Bytes on the card for each byte of `stats()`: a row a setting, a column a job."""
+    """Return a table of the bytes on the card for each byte that `stats()` counts."""
     header = ["", *(f"{_hosts(job)} hosts, {job['cycle']} ms" for job in jobs)]
     found = [figures(job) for job in jobs]
     rows = (
@@ -132,7 +132,7 @@ def _overhead(jobs: list[Job]) -> str:
 
 
 def _reduced(jobs: list[Job]) -> str:
-    """How many times fewer bytes leave the card than with Horovod's dense allreduce."""
+    """Return how many times fewer bytes leave the card than with Horovod's dense allreduce."""
     found = {_hosts(job): figures(job) for job in jobs}
     names = [name for name in next(iter(found.values())) if name not in (DENSE, HALF)]
     rows = (
@@ -144,14 +144,14 @@ def _reduced(jobs: list[Job]) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one method in one job, in bytes a step and host."""
+    """What one method sends in one job, in bytes a step and host."""
 
     card: float  # left the card, with all headers
     stats: float | None  # bytes that leave a host, by `TopKEF.stats()`
 
 
 def figures(job: Job) -> dict[str, Figures]:
-    """By the names of the methods that are measured."""
+    """Return results by the names of the measured methods."""
     names = {way.name for way in ways(job["slots"])}
     return {way["way"]: _mean(way["hosts"]) for way in job["ways"] if way["way"] in names}
 

@@ -27,7 +27,7 @@ def as_name(job: Job) -> str:
 
 
 def marks_of(job: Job) -> list[pytest.MarkDecorator]:
-    """The tiers of a launch, and its order in the fast tier: long ones first, TensorFlow's longest.
+    """Return a launch's tiers, and its order in the fast tier: long launches come first.
 
     Those of one process are last, the longer one at the end: another worker can take it.
     """

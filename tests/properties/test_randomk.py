@@ -60,7 +60,7 @@ def test_it_contracts_by_the_share_that_is_sent(ratio: float) -> None:
 
 @pytest.mark.parametrize(("size", "k"), [(401, 5), (401, 401 // 2 + 1), (7, 1), (12, 6)])
 def test_one_element_of_each_stretch_is_drawn(size: int, k: int) -> None:
-    """Each equally often, or the mean over steps would not be the gradient."""
+    """Each element is drawn equally often, so that the mean over steps is the gradient."""
     world = world_of(size=size, ratio=(k - 0.5) / size)
     g, ends = np.ones(size, np.float32), np.arange(k + 1) * size // k
     for step in range(20):

@@ -1,4 +1,4 @@
-"""`scripts/check-image` and docker/: what can be told without buildah."""
+"""Tests of `scripts/check-image` and docker/ that need no buildah."""
 
 from __future__ import annotations
 

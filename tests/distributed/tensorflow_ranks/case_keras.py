@@ -36,7 +36,7 @@ def with_momentum(library: Any) -> Any:
 @WAYS
 @BOTH
 def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
-    """Residuals are no variables of either."""
+    """Residuals are variables neither of the model nor of its optimizer."""
     make, options = with_momentum, {"eager": eager, "epochs": 2}
     dense = fit(library, make(library), hvd.Compression.none, **options)
     ours = fit(library, make(library), TopKEF(**EVERYTHING), **options)

@@ -68,7 +68,7 @@ def test_each_step_is_that_of_simulated_ranks(
     made: list[Taped] = []
 
     def make(name: str) -> Taped:
-        """In a graph the second one is the first, emptied, which need not be traced again."""
+        """Return a tape. In a graph the second is the first, reset: it is not traced again."""
         if graph and made:
             made[0].compression.reset()
         else:
